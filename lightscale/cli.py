@@ -1,4 +1,4 @@
-"""The `lightscale` command: finds the command's module, runs it, and turns errors into exit codes.
+"""The `lightscale` command: imports the command's module, runs it, and turns errors into exit codes.
 
 Only the chosen command's module is imported, so that `lightscale --help` does not wait for torch.
 """
@@ -20,13 +20,13 @@ from lightscale.output import LogStream, open_missing_streams
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-# Of an error: more of a line, or more lines, is what somebody gave us and nobody reads.
+# Limits of an error message: longer ones quote a huge input.
 _MOST_CHARACTERS, _MOST_LINES = 4000, 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command's line in the help, and its module with `add_arguments(parser)` and `run(args) -> int`."""
+    """One command: its line in the help, and its module with `add_arguments(parser)` and `run(args) -> int`."""
 
     module: str
     help: str
@@ -37,44 +37,48 @@ COMMANDS: dict[str, Command] = {
     "configs": Command(module="lightscale.planning.commands.configs", help="list the shipped configurations"),
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.commands.train", help="train a model, or resume a run"),
-    "submit": Command(module="lightscale.launch.commands.submit", help="start or resume a run as jobs of a scheduler"),
+    "submit": Command(module="lightscale.launch.commands.submit", help="start or resume a run as scheduler jobs"),
     "cancel": Command(module="lightscale.launch.commands.cancel", help="cancel the jobs of a run"),
     "logs": Command(module="lightscale.launch.commands.logs", help="show the output of a run"),
     "checkpoint": Command(
         module="lightscale.training.checkpoints.command",
         help="list, verify, show, compare and remove checkpoints",
     ),
-    "runs": Command(module="lightscale.launch.commands.runs", help="list the runs in a folder, with their goodput"),
-    "doctor": Command(module="lightscale.launch.doctor.command", help="check whether machines and ranks can train"),
+    "runs": Command(module="lightscale.launch.commands.runs", help="list the runs of a folder and their goodput"),
+    "doctor": Command(module="lightscale.launch.doctor.command", help="check machines and ranks before training"),
     "monitor": Command(
-        module="lightscale.launch.commands.monitor", help="show the curves of runs in the browser (TensorBoard)"
+        module="lightscale.launch.commands.monitor", help="show training curves in the browser (TensorBoard)"
     ),
     "chaos": Command(
         module="lightscale.launch.chaos.command",
-        help="test whether a run survives kills, damage and failing disks",
+        help="test a run's recovery from kills, damage and failing disks",
     ),
     "plan": Command(
         module="lightscale.planning.commands.plan", help="predict parameters, FLOPs, memory, speed and goodput of a run"
     ),
-    "evaluate": Command(module="lightscale.launch.commands.evaluate", help="measure models: perplexity and benchmarks"),
+    "evaluate": Command(
+        module="lightscale.launch.commands.evaluate", help="evaluate models: perplexity and benchmarks"
+    ),
     "study": Command(
-        module="lightscale.study.commands.study", help="many runs as one: plan, train and watch them, fit scaling laws"
+        module="lightscale.study.commands.study",
+        help="plan, run and monitor a set of training runs; fit scaling laws",
     ),
     "compare": Command(
-        module="lightscale.study.commands.compare", help="show losses, configurations and evaluations of runs on a page"
+        module="lightscale.study.commands.compare",
+        help="compare losses, configurations and scores of runs on a page",
     ),
     "predict": Command(
         module="lightscale.launch.commands.predict", help="fill masks, classify or embed documents with a model"
     ),
     "generate": Command(module="lightscale.launch.commands.generate", help="generate text with a model"),
     "export": Command(
-        module="lightscale.exchange.export_command", help="write a checkpoint as transformers loads it (Hugging Face)"
+        module="lightscale.exchange.export_command", help="export a checkpoint for Hugging Face transformers"
     ),
     "import": Command(
-        module="lightscale.exchange.import_command", help="make a run of an exported model, or of transformers' LLaMA"
+        module="lightscale.exchange.import_command", help="create a run from an exported model or a transformers LLaMA"
     ),
     "completion": Command(
-        module="lightscale.completion.command", help="print a script that completes commands in bash, zsh or fish"
+        module="lightscale.completion.command", help="print a completion script for bash, zsh or fish"
     ),
 }
 
@@ -82,8 +86,8 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `lightscale ARGV` and return the exit code.
 
-    0: done. 78: an error that needs attention, in one message. 130: interrupted. Commands may add their own.
-    Wrong usage and `--help` raise SystemExit (2 and 0), as argparse does.
+    0: done. 78: an error that needs attention, in one message. 130: interrupted. 141: closed output pipe. Commands may
+    add codes. Wrong usage and `--help` raise SystemExit (2 and 0), as argparse does.
     """
     open_missing_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -92,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UserError as error:
         message = textwrap.indent(_readable(str(error)), " " * len("error: ")).lstrip()
-        # In one write: ranks that share a terminal print it at the same time. And the exit code counts, whoever reads.
+        # In one write: ranks that share a terminal print at the same time. A closed stderr keeps the exit code.
         LogStream(sys.stderr).write(f"error: {message}\n")
         return error.EXIT_CODE
     except BrokenPipeError:
@@ -101,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        # What can be met wherever something is read or written is not a fault of the program.
+        # Full disks and missing permissions occur wherever files are read or written, and are no bug.
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             advice = "free some space, or write to another disk"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
-            advice = "name another path, or change what is there"
+            advice = "use another path, or change its type or permissions"
         else:
             raise
         LogStream(sys.stderr).write(f"error: {_readable(str(error))}; {advice}\n")
@@ -117,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _readable(message: str) -> str:
-    """`message`, where it quotes something endless only as much as people read of it."""
+    """`message` with its longest lines and any excess lines cut."""
     # An argument that is not UTF-8 has characters that a stream may refuse.
     text = message.encode(errors="backslashreplace").decode()
     lines = [shortened(line, _MOST_CHARACTERS) for line in text.splitlines()]
@@ -126,7 +130,7 @@ def _readable(message: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, which quotes an argument whole."""
+    """argparse's parser, with long arguments shortened in its errors (argparse quotes them in full)."""
 
     def error(self, message: str) -> NoReturn:
         super().error(_readable(message))
@@ -145,7 +149,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def load_command(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
-    """The module of a command of `COMMANDS`, and the parser of its arguments."""
+    """Import the module of a command in `COMMANDS`; returns it and the parser of its arguments."""
     module = importlib.import_module(COMMANDS[name].module)
     parser = _Parser(prog=f"lightscale {name}", description=COMMANDS[name].help)
     module.add_arguments(parser)

@@ -2,17 +2,17 @@
 
 
 class UserError(ValueError):
-    """Wrong input. The message names the file or key, the value found, and what would be right.
+    """Wrong input. The message names the file or key, its value, and the remedy.
 
-    Commands that end with it exit with ``EXIT_CODE`` (``EX_CONFIG``: needs attention, trying again is useless);
-    subclasses may have another. Each can be made from its message alone, so that pickle brings it to other ranks.
+    Commands that raise it exit with ``EXIT_CODE`` (``EX_CONFIG``: needs attention, a retry fails again). Subclasses may
+    have another code. Every subclass is constructed from its message alone, so that pickle sends it to other ranks.
     """
 
     EXIT_CODE = 78
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """`text` as messages quote it: whole, or of more than `most` characters its ends and how many there are."""
+    """`text` for a message: in full up to `most` characters, else its two ends and the number of characters."""
     if len(text) <= most:
         return text
     kept = most // 2

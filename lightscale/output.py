@@ -1,8 +1,8 @@
-"""Output of a process that trains: what nobody takes is dropped, as no line of a log is worth the run.
+"""Output of a training process: lines that no reader accepts are dropped, so that output never stops the run.
 
-A job's output may go to a terminal that was closed, to a pipe whose reader has ended or has stopped reading, or to a
-log on a disk that is full, read-only or gone. Written as usual, it would end the run there, or stop it for ever. All
-that ranks say is in files of the run as well.
+A job's output may go to a closed terminal, to a pipe whose reader has ended or stopped reading, or to a log on a disk
+that is full, read-only or gone. Ordinary writes would then end the run, or block it for ever. The run's files hold all
+output of the ranks too.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _MOST_BYTES = select.PIPE_BUF
 
 
 def offer(descriptor: int, data: bytes, patience_s: float = 0.0) -> bool:
-    """Write `data` as far as it is taken, waiting at most `patience_s`; returns whether all of it was.
+    """Write as much of `data` as the reader accepts within `patience_s`; returns whether all of it was written.
 
     May be called in a signal handler.
     """
@@ -41,7 +41,7 @@ def offer(descriptor: int, data: bytes, patience_s: float = 0.0) -> bool:
 
 
 class LogStream:
-    """A stream to a log, which neither fails nor waits for long."""
+    """A text stream to a log that never raises and never blocks for long."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -55,7 +55,7 @@ class LogStream:
             stream.flush()
 
     def write(self, text: str) -> int:
-        """As of any stream."""
+        """Write `text`; drops it when the reader does not accept it."""
         if self._descriptor is None:
             with contextlib.suppress(OSError):
                 self._stream.write(text)
@@ -67,12 +67,12 @@ class LogStream:
     def _offer(self, descriptor: int, data: bytes) -> None:
         # Once: whoever does not read does not delay the next lines too.
         patience_s = 0.0 if self._is_stuck else _PATIENCE_S
-        gap = f"\n[{self._lines_dropped} lines were dropped here: nobody took them]\n" if self._is_stuck else ""
+        gap = f"\n[{self._lines_dropped} lines dropped here: nothing read this output]\n" if self._is_stuck else ""
         self._is_stuck = not offer(descriptor, gap.encode() + data, patience_s)
         self._lines_dropped = self._lines_dropped + data.count(b"\n") if self._is_stuck else 0
 
     def flush(self) -> None:
-        """As of any stream."""
+        """Flush a stream without a descriptor; other streams have no buffer."""
         if self._descriptor is None:
             with contextlib.suppress(OSError):
                 self._stream.flush()
@@ -82,13 +82,13 @@ class LogStream:
 
 
 def take_over_output() -> None:
-    """Have stdout and stderr be such streams until this process ends."""
+    """Replace stdout and stderr with `LogStream`s until this process ends."""
     sys.stdout, sys.stderr = (cast(TextIO, LogStream(stream)) for stream in (sys.stdout, sys.stderr))
 
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """The same within."""
+    """Replace stdout and stderr with `LogStream`s within the context."""
     before = sys.stdout, sys.stderr
     take_over_output()
     try:
@@ -98,9 +98,9 @@ def lasting_output() -> Iterator[None]:
 
 
 def open_missing_streams() -> None:
-    """Where this process was started with closed streams (`>&-`), open them to nothing.
+    """Open standard streams that were closed at the start of this process (`>&-`) to /dev/null.
 
-    Otherwise the next files that it opens, records of the run among them, would get the numbers of the streams.
+    Otherwise the next files that it opens, such as the run's records, get the descriptors of the standard streams.
     """
     for number in range(3):
         try:

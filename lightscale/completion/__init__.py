@@ -1,1 +1,1 @@
-"""Completion of `lightscale` commands in shells."""
+"""Shell completion of `lightscale` commands."""

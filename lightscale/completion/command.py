@@ -1,4 +1,4 @@
-"""``lightscale completion``: a script for a shell that completes commands, options, configurations, runs and keys."""
+"""``lightscale completion``: print a shell script that completes commands, options, configurations, runs and keys."""
 
 import argparse
 import shlex
@@ -23,15 +23,15 @@ _SHELLS: dict[str, tuple[str, Callable[[str], str]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale completion``."""
-    parser.add_argument("shell", choices=_SHELLS, help="the shell")
+    parser.add_argument("shell", choices=_SHELLS, help="shell to complete in")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = """Put the script where the shell finds it, and again after an upgrade:
+    parser.epilog = """Write the script to the shell's folder of completions; repeat after an upgrade:
 
   lightscale completion bash > ~/.local/share/bash-completion/completions/lightscale
   lightscale completion zsh > ~/.zfunc/_lightscale      (a folder of fpath, before compinit)
   lightscale completion fish > ~/.config/fish/completions/lightscale.fish
 
-bash without the package bash-completion: source the file in ~/.bashrc."""
+For bash without the package bash-completion, source the file in ~/.bashrc."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def script(shell: str) -> str:
-    """The script for "bash", "zsh" or "fish"."""
+    """The completion script for "bash", "zsh" or "fish"."""
     name, quote = _SHELLS[shell]
     engine = make_tables().function() + _text("complete.sh")
     return _text(name).replace("@VERSION@", __version__).replace("@SCRIPT@", quote(engine))

@@ -1,4 +1,4 @@
-"""What can stand where on a command line, as the shell function `tables` that `complete.sh` reads."""
+"""The words that can follow on a command line, as the shell function `tables` that `complete.sh` reads."""
 
 import argparse
 import re
@@ -28,7 +28,7 @@ class Tables:
         self.lines.setdefault((table, key), []).append(f"{word}\t{text}" if text else word)
 
     def function(self) -> str:
-        """All of it as a function of sh."""
+        """All tables as one function of sh."""
         quote = shlex.quote
         cases = [
             f"{quote(f'{table} {key}')}) printf '%s\\n' {' '.join(map(quote, lines))} ;;"
@@ -38,7 +38,7 @@ class Tables:
 
 
 def make_tables() -> Tables:
-    """Of all commands, whose modules are imported for it, and of a configuration's keys."""
+    """The tables of all commands (importing their modules) and of the configuration keys."""
     tables = Tables()
     tables.add("kind", " 0", "COMMAND")
     tables.add("options", "", "--help", "show the commands")
@@ -98,7 +98,7 @@ def _add_key(tables: Tables, described: FieldDescription) -> None:
     if not named:
         tables.add("keys", "", f"{key}=", described.description)
     elif key not in (line.partition("\t")[0] for line in tables.lines[("keys", "")]):
-        tables.add("keys", "", key, "a table for each name")
+        tables.add("keys", "", key, "one table per name")
     for value in _values(described.type):
         tables.add("values", described.key, value)
 

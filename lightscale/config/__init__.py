@@ -1,1 +1,1 @@
-"""A run's configuration: its fields, the files and overrides it is read from, and the layout it gives."""
+"""A run's configuration: fields, files and overrides, and the resulting layout."""

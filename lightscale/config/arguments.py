@@ -1,6 +1,6 @@
-"""The arguments that commands share, with one name each: CONFIG, overrides, and RUN, a run's directory.
+"""Arguments shared by commands: CONFIG, overrides, and RUN, a run's directory.
 
-Completion in shells goes by their metavars: see `lightscale/completion`.
+Shell completion uses their metavars: see `lightscale/completion`.
 """
 
 import argparse
@@ -13,22 +13,22 @@ from lightscale.errors import UserError, shortened
 
 CONFIG, OVERRIDE, RUN = "CONFIG", "section.key=value", "RUN"
 RUNS = Path("runs")
-"""Where runs are unless another directory is given."""
+"""Default folder of runs."""
 
 
 def add_config(parser: argparse.ArgumentParser, more: str = "", *, nargs: str | None = None) -> None:
     """Declare CONFIG, as `args.config`; `more` is added to its help."""
-    text = f"TOML file of the run, or the name of a shipped one (`lightscale configs`){more}"
+    text = f"TOML file of the run, or the name of a shipped run (`lightscale configs`){more}"
     parser.add_argument("config", nargs=nargs, type=path_argument, metavar=CONFIG, help=text)
 
 
-def add_overrides(parser: argparse.ArgumentParser, text: str = "values that replace the file's") -> None:
+def add_overrides(parser: argparse.ArgumentParser, text: str = "override values of CONFIG") -> None:
     """Declare `args.overrides`."""
     # With a default, argparse does not ask for it where CONFIG is missing.
     parser.add_argument("overrides", nargs="*", default=[], metavar=OVERRIDE, help=text)
 
 
-def add_run(parser: argparse.ArgumentParser, text: str = "the run's directory, or NAME for runs/NAME") -> None:
+def add_run(parser: argparse.ArgumentParser, text: str = "directory of the run, or NAME for runs/NAME") -> None:
     """Declare RUN, as `args.run`."""
     parser.add_argument("run", type=run_argument, metavar=RUN, help=text)
 
@@ -40,19 +40,19 @@ def add_run_option(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def path_argument(given: str) -> Path:
-    """A path on a command line, as argparse's `type`; wrong usage where it can be none."""
+    """argparse `type` of a path; an impossible path is wrong usage."""
     if fault := path_fault(given):
         raise argparse.ArgumentTypeError(f"{shortened(given)!r} {fault}")
     return Path(given)
 
 
 def run_argument(given: str) -> Path:
-    """`run_path` of an argument, as argparse's `type`; wrong usage where it can be no path."""
+    """argparse `type` of RUN, by `run_path`; an impossible path is wrong usage."""
     return run_path(path_argument(given))
 
 
 def run_path(given: str | Path) -> Path:
-    """The directory that RUN means: `given`, or runs/`given` where only that is there."""
+    """The directory that RUN names: `given`, or runs/`given` if only that exists."""
     path = Path(given)
     inside = RUNS / path
     is_name = len(path.parts) == 1 and path.name != ".."
@@ -61,7 +61,7 @@ def run_path(given: str | Path) -> Path:
 
 
 def require_run(path: Path) -> None:
-    """Refuse a directory, as `run_path` gave it, that is no run: UserError with what may have been meant."""
+    """Raise UserError, with the nearest run, when `path` (from `run_path`) is no run."""
     if (path / "config.toml").is_file():
         return
     runs = {one.parent.name: str(one.parent) for one in sorted(RUNS.glob("*/config.toml"))}
@@ -70,5 +70,5 @@ def require_run(path: Path) -> None:
     if path.exists():
         raise UserError(f"{path} is not a run directory: it has no config.toml; {advice}")
     # A name by itself was looked for in both places.
-    looked = f"neither {path} nor {RUNS / path} is there" if len(path.parts) == 1 else "the directory is not there"
-    raise UserError(f"there is no run {path}: {looked}; {advice}")
+    looked = f"neither {path} nor {RUNS / path} exists" if len(path.parts) == 1 else "no such directory"
+    raise UserError(f"no run {path}: {looked}; {advice}")

@@ -1,4 +1,4 @@
-"""``lightscale config``: print a run's resolved configuration, or what every field means."""
+"""``lightscale config``: print a run's resolved configuration, or the meaning of every field."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, nargs="?")
     add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--describe", action="store_true", help="print all fields and their meaning")
+    parser.add_argument("--describe", action="store_true", help="print all fields with type, default and meaning")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         _describe(as_json=args.json)
         return 0
     if args.config is None:
-        raise UserError("no CONFIG given; name the run's TOML file, or --describe for a table of all fields")
+        raise UserError("no CONFIG given; name a TOML file or a shipped run, or use --describe to list all fields")
     config = load(args.config, args.overrides)
     print(json.dumps(config.model_dump(mode="json"), indent=2) if args.json else to_toml(config).rstrip())
     return 0

@@ -1,4 +1,4 @@
-"""The fields of a configuration as text: for `lightscale config --describe` and for error messages."""
+"""The fields of a configuration as text, for `lightscale config --describe` and error messages."""
 
 import difflib
 import itertools
@@ -20,9 +20,9 @@ from lightscale.errors import shortened
 
 SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
 MIXER_OPTIONS = ("model", "mixer_options")
-"""The table of tables whose types are the mixers' own."""
+"""The table with one table per mixer, each of the mixer's own type."""
 TASK = ("task",)
-"""The table whose type is the task's own."""
+"""The table of the task's own type."""
 
 # Keys that have another name now.
 _RENAMED = {
@@ -47,9 +47,9 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclass(frozen=True, kw_only=True)
 class FieldDescription:
-    """One field: dotted key (NAME where the user chooses one), what it takes, default as TOML, meaning.
+    """One field: dotted key, type, default as TOML, meaning.
 
-    Options of mixers have the mixer's name in their key.
+    NAME in a key stands for a name that the user chooses. Options of mixers have the mixer's name in their key.
     """
 
     key: str
@@ -59,9 +59,9 @@ class FieldDescription:
 
 
 def describe_fields() -> list[FieldDescription]:
-    """Every field of a run's configuration, in the order of the sections; the options of all known mixers too.
+    """Every field of a run's configuration, in the order of the sections, with the options of all known mixers.
 
-    UserError where another package's mixer cannot be loaded.
+    Raises UserError when another package's mixer cannot be loaded.
     """
     return list(_describe(RunConfig, (), known_mixers()))
 
@@ -108,9 +108,9 @@ def _described(path: tuple[str, ...], field: FieldInfo) -> FieldDescription:
 
 
 def table_type(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The type of the table that a field holds (None: no table), and whether there is one per NAME.
+    """The type of the table that a field holds (None: no table), and whether it holds one table per NAME.
 
-    A table may be missing: ``X | None``.
+    The table may be optional: ``X | None``.
     """
     named = get_origin(annotation) is dict
     inner = get_args(annotation)[1] if named else annotation
@@ -120,12 +120,12 @@ def table_type(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def field_type_text(field: FieldInfo) -> str:
-    """What the field takes, such as "a whole number >= 1"."""
+    """The field's type in words, such as "a whole number >= 1"."""
     return type_text(field.annotation, field.metadata)
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a value of the type `annotation` with pydantic's `metadata` may be."""
+    """The type `annotation` with pydantic's `metadata`, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         base, *notes = arguments
@@ -158,9 +158,9 @@ def _bound_text(bound: float) -> str:
 
 
 def nearest_key(path: tuple[str, ...]) -> str:
-    """Advice on the unknown key `path`: its new name, the nearest right one, or what there is."""
+    """Advice on the unknown key `path`: its new name, the nearest key, or all keys of its table."""
     if path in _RENAMED:
-        return f"it is called {key_text(_RENAMED[path])} now"
+        return f"use its new name, {key_text(_RENAMED[path])}"
     if len(path) == 1:
         near = difflib.get_close_matches(path[0], [*SECTIONS, "extends"], n=1)
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS)}"
@@ -186,7 +186,7 @@ def nearest_key(path: tuple[str, ...]) -> str:
 def _nearest_task_key(key: str) -> str:
     """Advice on the unknown key task.KEY: the tasks that have it, or the nearest one of any task."""
     if tasks := [task for task in TASKS if key in task_class(task).options.model_fields]:
-        return f"it goes with task.name = {' or '.join(map(_quoted, tasks))}"
+        return f"it needs task.name = {' or '.join(map(_quoted, tasks))}"
     names = {name: None for task in TASKS for name in task_class(task).options.model_fields}
     near = difflib.get_close_matches(key, names, n=1)
     return f"did you mean task.{near[0]}?" if near else f"[task] has {', '.join(names)}"
@@ -210,7 +210,7 @@ def _nearest_option(path: tuple[str, ...]) -> str:
 
 
 def key_text(path: Sequence[str]) -> str:
-    """The dotted key, parts quoted where TOML wants it."""
+    """The dotted key, with parts quoted where TOML requires it."""
     return ".".join(part if _BARE_KEY.fullmatch(part) else _quoted(part) for part in path)
 
 
@@ -220,7 +220,7 @@ def shown_key(path: Sequence[str]) -> str:
 
 
 def shown_value(value: object) -> str:
-    """`toml_value` for a message, shortened; of any value, also of a number of thousands of digits."""
+    """`toml_value` for a message, shortened; accepts any value, even a number with thousands of digits."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"a number of {value.bit_length():,} bits"
     if isinstance(value, (list, tuple)) and len(value) > _MOST_SHOWN:
@@ -234,7 +234,7 @@ def shown_value(value: object) -> str:
 
 
 def toml_value(value: object) -> str:
-    """`value` as TOML writes it; None, which TOML has not, is the text "none"."""
+    """`value` in TOML; None, which TOML lacks, becomes the text "none"."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):

@@ -1,8 +1,8 @@
 """Reads a run's configuration from TOML files and `section.key=value` overrides; writes its resolved form.
 
-Later wins: first the files that a file `extends`, in the order given, then the file itself, then the
-overrides. Tables of files are merged key by key; an override replaces the whole value of its key. The text
-"none" unsets an optional field. Of train.steps and train.tokens, the one set last replaces the other.
+Later values win: first the files that a file `extends`, in the order given, then the file itself, then the overrides.
+Tables of files are merged key by key; an override replaces the whole value of its key. The text "none" unsets an
+optional field. train.steps and train.tokens replace each other: the one set last wins.
 """
 
 import itertools
@@ -47,19 +47,19 @@ _MOST_MISTAKES = 20
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in the file `path`, or the shipped one of that name, with `overrides`: `section.key=value`.
+    """Load the configuration in the file `path`, or the shipped one of that name, with `overrides` (section.key=value).
 
-    Raises UserError with one line per mistake: file or override, key, value, and what would be right.
+    Raises UserError with one line per mistake: file or override, key, value and remedy.
     """
     path = find_config(Path(path))
     return _resolve(_Reader().read(path), overrides, path)
 
 
 def load_tables(tables: Sequence[tuple[str, Mapping[str, Any]]], path: Path) -> RunConfig:
-    """The configuration of `tables`, laid over one another in their order.
+    """Load the configuration of `tables`, merged in their order.
 
-    Each is what a run's file can say, `extends` too, with where in the file `path` it stands, for messages. Raises as
-    `load`.
+    Each table has the content of a run's file (`extends` too) and, for messages, its place in the file `path`. Raises
+    as `load` does.
     """
     reader = _Reader()
     read = (one for origin, table in tables for one in reader.read_table(dict(table), path, origin))
@@ -79,7 +79,7 @@ def _resolve(tables: Iterable[tuple[str, dict[str, Any]]], overrides: Sequence[s
 
 
 def mistakes(error: ValidationError, explain: Callable[[dict[str, Any]], str]) -> str:
-    """A line for each mistake that pydantic found, as `explain` says it; of very many the first, and how many more."""
+    """One line for each mistake that pydantic found, worded by `explain`; beyond a limit, the number of the rest."""
     items: list[dict[str, Any]] = [dict(item) for item in error.errors(include_url=False)]
     # A list of wrong values is one mistake. What a check of ours says can differ where the rest is the same.
     different = {(str(item["loc"]), item["type"], str(item["ctx"]) if "ctx" in item else ""): item for item in items}
@@ -89,7 +89,7 @@ def mistakes(error: ValidationError, explain: Callable[[dict[str, Any]], str]) -
 
 
 def launch_tables(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, its table [launch]) of the files that `path` extends, then of `path`, where they have one."""
+    """(file, its table [launch]) for the files that `path` extends, then for `path`; files without one are left out."""
     for origin, table in _Reader().read(find_config(Path(path))):
         launch = table.get(_LAUNCH)
         if launch is not None:
@@ -99,12 +99,12 @@ def launch_tables(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The resolved form: every field, in the order of definition. `load` reads it back."""
+    """The resolved form as TOML: every field, in the order of definition. `load` reads it back."""
     return "\n\n".join(_blocks(config.model_dump(mode="json"), ())) + "\n"
 
 
 def difference(first: RunConfig, second: RunConfig) -> list[tuple[str, Any, Any]]:
-    """(key, value in `first`, value in `second`) for each field that differs; None where one has no such."""
+    """(key, value in `first`, value in `second`) for each field that differs; None for a missing field."""
     left, right = flat(first), flat(second)
     keys = dict.fromkeys([*left, *right])
     return [(key, left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)]
@@ -123,7 +123,7 @@ class _Merged:
         self._origins: dict[Key, str] = {}
 
     def merge(self, table: Mapping[str, Any], origin: str) -> None:
-        """Lay a file's table over what is there."""
+        """Merge a file's table over the present values."""
         # Key by key, with the origin of each: an error then names the file that set the value, not the last one read.
         values = dict(_leaves(table, ()))
         self._drop_alternatives(values)
@@ -140,14 +140,14 @@ class _Merged:
             self._set(key, value, f'override "{shortened(text)}"')
 
     def value(self, key: Key) -> Any:
-        """The value at `key`, None where there is none."""
+        """The value at `key`, or None."""
         value: Any = self.table
         for part in key:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def origin(self, key: Key) -> str | None:
-        """The file or override that set `key`: all of it, a table around it, or something in it."""
+        """The file or override that set `key`, a table around it, or a key inside it."""
         prefixes = [key[:length] for length in range(len(key), 0, -1)]
         inside = [other for other in self._origins if other[: len(key)] == key]
         return next((self._origins[other] for other in [*prefixes, *inside] if other in self._origins), None)
@@ -175,19 +175,19 @@ class _Reader:
         self._num_files = self._num_bytes = 0
 
     def read(self, path: Path, chain: tuple[Path, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(file, its table) of the files that `path` extends, then of `path`. `chain`: the way to it."""
+        """(file, its table) for the files that `path` extends, then for `path`. `chain`: the files that lead to it."""
         if path.resolve() in [earlier.resolve() for earlier in chain]:
             raise UserError(f"{chain[0]}: extends is circular: {' -> '.join(map(str, [*chain, path]))}")
         if len(chain) > _MOST_CHAIN:
             raise UserError(
-                f"{chain[0]}: files extend one another {_MOST_CHAIN} times, down to {path}; use fewer files"
+                f"{chain[0]}: a chain of {_MOST_CHAIN} files extend one another, down to {path}; use fewer files"
             )
         yield from self.read_table(self._parse(path, chain), path, str(path), chain)
 
     def read_table(
         self, table: dict[str, Any], path: Path, origin: str, chain: tuple[Path, ...] = ()
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The same of a `table` that stands in the file `path`; `origin` says where, for messages."""
+        """As `read`, for a `table` inside the file `path`; `origin` is its place, for messages."""
         bases = table.pop("extends", [])
         bases = [bases] if isinstance(bases, str) else bases
         if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -202,8 +202,8 @@ class _Reader:
         self._num_files += 1
         if self._num_files > _MOST_FILES:
             raise UserError(
-                f"{chain[0]}: reads more than {_MOST_FILES} files by extends, where a file that is extended twice "
-                f"counts twice; use fewer files (here {path})"
+                f"{chain[0]}: extends reads more than {_MOST_FILES} files (a file extended twice counts twice); "
+                f"use fewer files (at {path})"
             )
         try:
             table = read_toml(path, what="a configuration file")
@@ -213,7 +213,7 @@ class _Reader:
             shown = shortened(str(path))
             raise UserError(f"{context}cannot read the configuration file {shown}: {error.strerror}") from None
         if self._num_bytes > MOST_BYTES:
-            raise UserError(f"{chain[0]}: with the files that it extends more than {MOST_BYTES:,} bytes (at {path})")
+            raise UserError(f"{chain[0]}: the file and all that it extends exceed {MOST_BYTES:,} bytes (at {path})")
         return table
 
 

@@ -1,4 +1,4 @@
-"""The layout that a configuration gives on a number of processes: pure arithmetic, no process group is touched."""
+"""The layout of a configuration on a number of processes: pure arithmetic, without process groups."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from lightscale.errors import UserError
 
 
 class LayoutError(UserError):
-    """Axes that do not divide the model, the batch or the processes; the message is `fault` and what to change."""
+    """Axes that do not divide the model, the batch or the processes; the message holds `fault` and the remedy."""
 
     def __init__(self, fault: str, cure: str = "") -> None:
         super().__init__(f"{fault}; {cure}" if cure else fault)
         self.fault = fault
-        """Without what to change."""
+        """The message without its remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks along each axis, and the share of the batch that each holds. Made by `check_layout`."""
+    """Ranks along each axis, and each rank's share of the batch. Created by `check_layout`."""
 
     tensor: int
     pipeline: int
@@ -30,7 +30,7 @@ class Layout:
     micro_batch_size: int
     """Sequences that a data rank holds at once."""
     num_microbatches: int
-    """Micro-batches that a data rank goes through per step."""
+    """Micro-batches of a data rank per step."""
     rank_sequence_tokens: int
     """Tokens of each sequence that a sequence rank holds."""
 
@@ -41,10 +41,10 @@ class Layout:
 
 
 def check_layout(config: RunConfig, world_size: int) -> Layout:
-    """The layout of `config` on `world_size` processes; pure arithmetic, no process group is touched.
+    """The layout of `config` on `world_size` processes; pure arithmetic, without process groups.
 
-    Raises LayoutError that names both fields, their values, and the nearest value of one of them; which layout to use
-    instead of all of it says `lightscale.planning.advice`.
+    Raises LayoutError with both fields, their values, and the nearest valid value of one. `lightscale.planning.advice`
+    suggests whole layouts.
     """
     parallel = config.parallel
     data = _data_ranks(parallel, world_size)
@@ -77,9 +77,8 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
         unit = micro * data * parallel.pipeline
         raise LayoutError(
-            f"parallel.virtual_stages = {parallel.virtual_stages} takes micro-batches in groups of parallel.pipeline = "
-            f"{parallel.pipeline}, but train.global_batch_size = {batch} makes {num_microbatches} of them on every "
-            "data rank",
+            f"parallel.virtual_stages = {parallel.virtual_stages} needs micro-batches in groups of parallel.pipeline = "
+            f"{parallel.pipeline}, but train.global_batch_size = {batch} gives every data rank {num_microbatches}",
             f"use {near_multiple(batch, unit)} sequences",
         )
     return Layout(
@@ -94,7 +93,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
 
 
 def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse shapes that a mixer cannot have, and axes that a layer cannot be split on; imports no mixer's class."""
+    """Refuse shapes that a mixer does not support, and axes it cannot be split along; imports no mixer's class."""
     for layer, name in enumerate(model.layers):
         check_shape(name, model)
         able = mixer_entry(name).axes
@@ -122,23 +121,22 @@ def _check_stages(config: RunConfig) -> None:
     parallel, num_layers = config.parallel, config.model.num_layers
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         raise LayoutError(
-            f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pipeline of at least 2",
+            f"parallel.virtual_stages = {parallel.virtual_stages} needs parallel.pipeline >= 2",
             "use parallel.virtual_stages = 1",
         )
     stages = parallel.pipeline * parallel.virtual_stages
     if stages > num_layers:
         raise LayoutError(
             f"model.num_layers = {num_layers} is fewer than the {stages} stages of parallel.pipeline = "
-            f"{parallel.pipeline} times parallel.virtual_stages = {parallel.virtual_stages}, and every stage needs a "
-            "layer",
+            f"{parallel.pipeline} times parallel.virtual_stages = {parallel.virtual_stages}; every stage needs a layer",
             f"use parallel.pipeline = {max(1, num_layers // parallel.virtual_stages)}",
         )
 
 
 def check_nodes(world_size: int, *, tensor: int, sequence: int, ranks_per_node: int) -> None:
-    """LayoutError where nodes cut the ranks of any sequence into unequal parts, which `two_level` cannot have.
+    """Raise LayoutError when nodes hold unequal numbers of any sequence's ranks, which `two_level` does not support.
 
-    Of all sequences, so that every rank comes to the same answer.
+    Checks all sequences, so that every rank gets the same answer.
     """
     # Tensor ranks are neighbours, then sequence ranks; both of one sequence.
     for first in range(0, world_size, tensor * sequence):
@@ -146,8 +144,8 @@ def check_nodes(world_size: int, *, tensor: int, sequence: int, ranks_per_node: 
             nodes = Counter(one // ranks_per_node for one in range(rank, first + tensor * sequence, tensor))
             if len(set(nodes.values())) > 1:
                 raise LayoutError(
-                    'parallel.exchange = "two_level" needs as many sequence ranks on every node; with '
-                    f"{ranks_per_node} ranks a node (parallel.ranks_per_node) they are {list(nodes.values())}",
+                    'parallel.exchange = "two_level" needs equal numbers of sequence ranks on all nodes; with '
+                    f"{ranks_per_node} ranks per node (parallel.ranks_per_node) they are {list(nodes.values())}",
                     'use parallel.exchange = "gather"',
                 )
 

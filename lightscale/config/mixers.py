@@ -1,4 +1,4 @@
-"""The token mixers that ``model.mixer`` can name, and where each is implemented.
+"""The token mixers that ``model.mixer`` can name, and the modules that implement them.
 
 A mixer's class needs torch, and neither reading a configuration nor planning a run must wait for torch. So entries are
 import strings. The type of the options is imported where a configuration is checked, the spec where a model is counted
@@ -27,14 +27,14 @@ ENTRY_POINT_GROUP = "lightscale.mixers"
 
 AXES = frozenset({"tensor", "pipeline", "sequence", "data"})
 Direction = Literal["causal", "bidirectional"]
-"""What a layer reads of a token's document: the tokens up to it, or all of them."""
+"""Tokens of its document that a token can read: those up to itself, or all."""
 CAUSAL: frozenset[Direction] = frozenset({"causal"})
 BIDIRECTIONAL: frozenset[Direction] = frozenset({"bidirectional"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixerEntry:
-    """Where a mixer is found, as "module:name", and what can be said of it without its class."""
+    """Import strings ("module:name") of a mixer, and its properties that need no torch."""
 
     cls: str
     """A subclass of ``lightscale.models.mixers.interface.Mixer``."""
@@ -43,9 +43,9 @@ class MixerEntry:
     options: str | None = None
     """A subclass of ``lightscale.config.section.Section``, the keys of [model.mixer_options.NAME]; None: no options."""
     axes: frozenset[str] = AXES
-    """The axes that its layers can be split along."""
+    """Axes along which its layers can be split."""
     directions: frozenset[Direction] = CAUSAL
-    """What it can read. Of one with both its options say which, by ``causal``, true or false."""
+    """Directions it supports. A mixer with both has an option ``causal``, true or false."""
     check: str | None = None
     """A function of a ``ModelConfig``, in a module without torch: UserError for shapes that the mixer cannot have."""
 
@@ -103,16 +103,16 @@ MIXERS: dict[str, MixerEntry] = {
         check=_CHECK_RELATION,
     ),
 }
-"""The built-in ones. An entry point of the same name is not looked at."""
+"""The built-in mixers. An entry point of the same name is ignored."""
 
 
 def reading(direction: Direction) -> list[str]:
-    """The names of the built-in mixers that can read so."""
+    """Names of the built-in mixers that support ``direction``."""
     return [name for name, entry in MIXERS.items() if direction in entry.directions]
 
 
 def known_mixers() -> list[str]:
-    """The names of all mixers, built in and of installed packages; those of packages are not imported."""
+    """Names of all mixers, built in and from installed packages; the packages are not imported."""
     # Importing every package to list its name would be slow, and one that is broken would break the list.
     return [*MIXERS, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - MIXERS.keys())]
 
@@ -120,8 +120,8 @@ def known_mixers() -> list[str]:
 def mixer_entry(name: str) -> MixerEntry:
     """The entry of the mixer ``name``.
 
-    Raises UserError for a name that no package provides, with the nearest and all known names, and for an entry point
-    that cannot be loaded.
+    Raises UserError for an unknown name (listing the nearest and all known names) and for an entry point that cannot be
+    loaded.
     """
     if name in MIXERS:
         return MIXERS[name]
@@ -131,7 +131,7 @@ def mixer_entry(name: str) -> MixerEntry:
 def mixer_options_type(name: str) -> type[BaseModel] | None:
     """The type of the options of the mixer ``name``; None when it has none.
 
-    Raises UserError as ``mixer_entry``, and for what cannot be imported or is no such type.
+    Raises UserError as ``mixer_entry`` does, and when the type cannot be imported or is no Section.
     """
     options = mixer_entry(name).options
     if options is None:
@@ -145,34 +145,34 @@ def mixer_options_type(name: str) -> type[BaseModel] | None:
 
 
 def check_shape(name: str, model: object) -> None:
-    """UserError where ``model``, a ``ModelConfig``, has a shape that the mixer ``name`` cannot have."""
+    """Raise UserError when the mixer ``name`` does not support the shape of ``model``, a ``ModelConfig``."""
     check = mixer_entry(name).check
     if check is not None:
         _imported(name, check, "the check of its shape")(model)
 
 
 def imported_spec(name: str) -> Any:
-    """The spec of the mixer ``name``, without torch. UserError as ``mixer_entry``."""
+    """Import the spec of the mixer ``name``, without torch. Raises UserError as ``mixer_entry`` does."""
     return _imported(name, mixer_entry(name).spec, "its spec")
 
 
 def imported_class(name: str) -> Any:
-    """The class of the mixer ``name``, which needs torch. UserError as ``mixer_entry``."""
+    """Import the class of the mixer ``name``, which needs torch. Raises UserError as ``mixer_entry`` does."""
     return _imported(name, mixer_entry(name).cls, "its class")
 
 
 @cache
 def package_entry(name: str) -> MixerEntry:
-    """The entry of another package's mixer; kept, because all installed packages are searched for it."""
+    """The entry of another package's mixer; cached, because the search reads all installed packages."""
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         known = known_mixers()
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UserError(f"no mixer is called {name}; {hint}known: {', '.join(sorted(known))}")
+        raise UserError(f"unknown mixer {name}; {hint}known: {', '.join(sorted(known))}")
     if len(points) > 1:
         packages = ", ".join(sorted({_package(point) for point in points}))
-        raise UserError(f"several packages have a mixer {name}: {packages}; uninstall all but one")
+        raise UserError(f"several packages provide a mixer {name}: {packages}; uninstall all but one")
     what = f"the entry point of {_package(points[0])}"
     entry = _imported(name, points[0].value, what)
     if not isinstance(entry, MixerEntry):

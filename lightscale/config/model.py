@@ -1,4 +1,4 @@
-"""[model], the shape of the network: its fields, the pattern of its mixers, and their options in their own types."""
+"""[model], the shape of the network: its fields, the pattern of mixers, and the mixers' options in their own types."""
 
 import difflib
 import math
@@ -22,21 +22,21 @@ Pooling = Literal["mean", "first", "last"]
 
 
 class HeadConfig(Section):
-    """[model.head]: an output layer that gives one label for each document, in place of the vocabulary's."""
+    """[model.head]: an output layer that predicts one label per document, in place of the next token."""
 
     num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
-    """Classes; labels are 0 to one less."""
+    """Number of classes; labels run from 0 to num_labels - 1."""
     pooling: Pooling = "mean"
-    """What of a document the layer sees: the mean of its tokens' states, or that of the first or last token."""
+    """Input of the head: the mean over a document's tokens, or its first or last token."""
 
 
 class TPEConfig(Section):
-    """[model.tpe]: the Toeplitz positional encoding behind the embedding, of models with cosFormer2 or LightNet."""
+    """[model.tpe]: Toeplitz positional encoding after the embedding, for models with cosFormer2 or LightNet."""
 
     form: Literal["residual", "printed"] = "residual"
-    """residual: x + Σ γ λ^τ x, weights γ learned; printed: Σ λ^τ x alone, as LightNet's equation 11 has it."""
+    """residual: x + Σ γ λ^τ x with learned weights γ; printed: Σ λ^τ x alone, LightNet's equation 11."""
     modes: Width | None = None
-    """Number of decays λ, which all channels share; none: head_dim."""
+    """Number of decays λ, shared by all channels; none: head_dim."""
 
 
 class ModelConfig(Section):
@@ -49,33 +49,33 @@ class ModelConfig(Section):
     hidden_size: Width
     """Width of the residual stream (d_model), in channels."""
     num_heads: Width
-    """Number of heads; divides hidden_size, unless all mixers have an option head_dim."""
+    """Number of heads; a divisor of hidden_size, unless all mixers have an option head_dim."""
     intermediate_size: WidthOrZero
-    """Inner width of the gated linear unit, in channels; 0: blocks are the mixer alone, as CausalRN's."""
+    """Inner width of the gated linear unit, in channels; 0: blocks hold only the mixer, as in CausalRN."""
     vocab_size: Ids
-    """Rows of the embedding, in tokens; padding included. The largest published have 262,144."""
+    """Rows of the embedding, in tokens, padding included. The largest published vocabularies have 262,144."""
     tie_word_embeddings: bool = True
-    """Whether the output layer's weight is the embedding; false: it has a weight of its own."""
+    """Whether embedding and output layer share their weight."""
     head: HeadConfig | None = None
-    """Output layer for labels of documents, a table, for task.name = "classify"; none: it gives tokens."""
+    """Table of the output layer for labels of documents, for task.name = "classify"; none: predict tokens."""
     tpe: TPEConfig | None = None
-    """Other than usual positional encoding behind the embedding, a table; none: the usual one, where mixers ask."""
+    """Table of a non-default TPE after the embedding; none: the default one, for mixers that use it."""
     glu_activation: Literal["none", "silu"] = "none"
     """Activation of the gate in the gated linear unit."""
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm"
-    """Norm before each mixer and each gated linear unit, and at the end; srmsnorm has no weight, nor has layernorm,
-    which takes off the mean, too (CausalRN's)."""
+    """Norm before each mixer, before each gated linear unit, and at the end. srmsnorm and layernorm have no weight;
+    layernorm also subtracts the mean (CausalRN)."""
     final_norm: bool = True
-    """Whether a norm stands before the output layer; false: none, as in arXiv 2406.16690, equations 7, 11, 15, 19."""
+    """Whether a norm precedes the output layer; false as in arXiv 2406.16690, equations 7, 11, 15, 19."""
     norm_eps: Small = 1e-6
-    """Added to the mean square in the norms, or to the variance."""
+    """Constant added to the mean square (or variance) in the norms."""
     init_std: Small = 0.02
-    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 num_layers), or
+    """Standard deviation of the initial weights; for output projections divided by sqrt(2 num_layers), or by
     sqrt(num_layers) in blocks without a gated linear unit."""
     embedding_std: Small | None = None
-    """That of the embedding and of learned positions; none: init_std. CausalRN's paper draws both from N(0, 1)."""
+    """Standard deviation of the embedding and of learned positions; none: init_std. CausalRN's paper uses 1."""
     mixer_options: dict[str, SerializeAsAny[Section]] = Field(default={}, validate_default=True)
-    """Options of the mixers in use: a table [model.mixer_options.NAME] for each that has options."""
+    """Options of the mixers in use: one table [model.mixer_options.NAME] per mixer with options."""
 
     @cached_property
     def head_dim(self) -> int:
@@ -84,7 +84,7 @@ class ModelConfig(Section):
 
     @cached_property
     def output_std(self) -> float:
-        """Standard deviation of the initial weights of what is added to the residual stream."""
+        """Standard deviation of the initial weights of output projections, whose results the residual stream sums."""
         # They start smaller, so that its variance does not grow with the number of such sums.
         return self.init_std / math.sqrt((2 if self.intermediate_size else 1) * self.num_layers)
 
@@ -95,11 +95,11 @@ class ModelConfig(Section):
         return tuple(period * (self.num_layers // len(period)))
 
     def layer_options(self, layer: int) -> Section:
-        """The options of the mixer of layer ``layer`` (from 0), in the type that the mixer names."""
+        """Options of the mixer of layer ``layer`` (from 0), in the mixer's own type."""
         return self.mixer_options.get(self.layers[layer], Section())
 
     def direction(self, layer: int) -> Direction:
-        """What layer ``layer`` (from 0) reads of a token's document."""
+        """Direction in which layer ``layer`` (from 0) reads a document."""
         directions = mixer_entry(self.layers[layer]).directions
         if len(directions) == 1:
             (only,) = directions
@@ -160,7 +160,7 @@ class ModelConfig(Section):
 def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:
     """The error of options for a mixer that no layer has."""
     if not isinstance(table, dict):
-        text = f"options stand in a table [model.mixer_options.NAME], NAME a mixer of the model: {', '.join(used)}"
+        text = f"use a table [model.mixer_options.NAME] with NAME a mixer of the model: {', '.join(used)}"
     else:
         what = "no layer uses this mixer" if name in known_mixers() else "no mixer has this name"
         near = difflib.get_close_matches(name, used, n=1)
@@ -180,8 +180,8 @@ def _mixer_period(mixer: str | Iterable[str]) -> list[str]:
         # By its digits first: it may have thousands.
         digits = match["count"] or "1"
         if len(digits) > len(str(MOST_LAYERS)) or len(period) + int(digits) > MOST_LAYERS:
-            raise ValueError(f'"{shortened(entry)}" makes a pattern of more than {MOST_LAYERS:_} layers')
+            raise ValueError(f'"{shortened(entry)}" gives a pattern of more than {MOST_LAYERS:_} layers')
         period += [match["name"]] * int(digits)
     if not period:
-        raise ValueError('names no mixer; use a name or a list of names, like "tnl"')
+        raise ValueError('must name a mixer; use a name or a list of names, like "tnl"')
     return period

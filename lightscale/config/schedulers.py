@@ -1,15 +1,15 @@
-"""The schedulers that jobs can be submitted to, and where each is implemented.
+"""The schedulers that accept jobs, and the modules that implement them.
 
-Here, as import strings, because planning prints the commands that start a run in a job, and knows nothing of launching.
+Import strings, because planning prints the commands that start a run in a job and must not import launching.
 """
 
 SCHEDULERS: dict[str, str] = {
     "slurm": "lightscale.launch.slurm.scheduler:Slurm",
     "local": "lightscale.launch.local.scheduler:Local",
 }
-"""Name to "module:class". The first is the default, and the one of records in jobs.jsonl that name none."""
+"""Name to "module:class". The first is the default, also for records in jobs.jsonl without a scheduler."""
 
 
 def default_scheduler() -> str:
-    """The name of the one that `lightscale submit` takes unless another is named."""
+    """Name of the default scheduler of `lightscale submit`."""
     return next(iter(SCHEDULERS))

@@ -1,6 +1,6 @@
-"""What the sections of a configuration are made of: values with their bounds, and the type that all sections share.
+"""Building blocks of configuration sections: bounded value types, and the base type of all sections.
 
-So are those that stand elsewhere: the files of corpora and tasks, and the options of mixers.
+Corpus files, task files and the options of mixers use them too.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from lightscale.config.text import path_fault, text_fault
 MOST_LAYERS = 10_000
 MOST_RANKS = 1_000_000
 MOST_IDS = 2**24
-"""Of a vocabulary."""
+"""Largest vocabulary, in tokens."""
 MOST_ENTRIES = 10_000
-"""Of a list or of a table whose keys the user chooses."""
+"""Most entries of a list, or of a table with keys that the user chooses."""
 MOST_SEQUENCE_TOKENS = 2**30
 _MOST_STEPS, _MOST_TOKENS = 10**9, 10**15
 
@@ -81,7 +81,7 @@ def _holds_section(annotation: Any) -> bool:
 
 
 class Section(BaseModel):
-    """What all sections share: frozen, no unknown keys, no silent conversions, documented fields."""
+    """Base type of all sections: frozen, no unknown keys, no silent conversions, documented fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -98,7 +98,7 @@ class Section(BaseModel):
 
 
 def error_inside(name: str, error: dict[str, Any]) -> InitErrorDetails:
-    """One of pydantic's errors in a table, as an error in the table of tables."""
+    """Move a pydantic error of the table `name` into the table that contains it."""
     return InitErrorDetails(
         type=error["type"], loc=(name, *error["loc"]), input=error["input"], ctx=error.get("ctx", {})
     )

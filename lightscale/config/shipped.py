@@ -1,4 +1,4 @@
-"""The configurations that lightscale ships, by name, and where a CONFIG or a file's `extends` is looked for."""
+"""Shipped configurations by name, and the search for a CONFIG or a file's `extends`."""
 
 import difflib
 import os
@@ -9,10 +9,10 @@ from lightscale.config.text import path_fault
 from lightscale.errors import UserError, shortened
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
-"""Part of the package, in a clone and in an installed wheel alike."""
+"""Part of the package, both in a clone and in an installed wheel."""
 STUDIES = FOLDER / "studies"
 PARTS = ("arch", "size", "recipe")
-"""What runs extend, a folder each; see the README there."""
+"""Folders of parts that runs extend; see the README there."""
 
 _SUFFIX = ".toml"
 # Of a folder's files, in a message.
@@ -20,29 +20,29 @@ _MOST_NAMES = 50
 
 
 def run_names() -> list[str]:
-    """The names of the shipped runs, like `tnl-1b`: what CONFIG can be."""
+    """Names of the shipped runs, such as `tnl-1b`, for CONFIG."""
     return _stems(FOLDER)
 
 
 def part_names() -> dict[str, list[str]]:
-    """What `extends` can take beside the runs, like `arch/tnl`, by folder."""
+    """Names for `extends` in addition to the runs, such as `arch/tnl`, by folder."""
     return {part: [f"{part}/{name}" for name in _stems(FOLDER / part)] for part in PARTS}
 
 
 def study_names() -> list[str]:
-    """The names of the shipped studies, like `two-cores`: what STUDY can be."""
+    """Names of the shipped studies, such as `two-cores`, for STUDY."""
     return _stems(STUDIES)
 
 
 def shipped_file(name: str) -> Path:
-    """The file of a run or part that `run_names` or `part_names` gave."""
+    """The file of a run or part named by `run_names` or `part_names`."""
     return FOLDER / f"{name}{_SUFFIX}"
 
 
 def find_config(given: Path) -> Path:
-    """The file that CONFIG means: the one at that path, or the shipped run of that name, with or without `.toml`.
+    """The file that CONFIG names: a path, or a shipped run, with or without `.toml`.
 
-    Raises UserError with what is nearly called so, and with the folders that were looked into.
+    Raises UserError with the nearest names and the folders searched.
     """
     if fault := path_fault(str(given)):
         raise UserError(f'CONFIG "{shortened(str(given))}": {fault}')
@@ -54,11 +54,11 @@ def find_config(given: Path) -> Path:
     if given.is_dir():
         return given
     looked = [given.parent] if len(given.parts) > 1 else [Path(), FOLDER]
-    raise UserError(f"there is no configuration file {given}; {_advice(given, names, looked)}")
+    raise UserError(f"no configuration file {given}; {_advice(given, names, looked)}")
 
 
 def find_base(base: str, of: Path) -> Path:
-    """The file that `extends` means in the file `of`: relative to it, or shipped; each with or without `.toml`."""
+    """The file that `extends` names in the file `of`: relative to it, or shipped; with or without `.toml`."""
     beside = Path(os.path.normpath(of.parent / base))
     for path in (beside, beside.with_name(f"{beside.name}{_SUFFIX}")):
         if _is_there(path):
@@ -67,7 +67,7 @@ def find_base(base: str, of: Path) -> Path:
     if (name := os.path.normpath(base).removesuffix(_SUFFIX)) in names:
         return shipped_file(name)
     looked = list(dict.fromkeys([beside.parent, FOLDER]))
-    raise UserError(f'{of}: extends "{base}": there is no such file; {_advice(Path(base), names, looked)}')
+    raise UserError(f'{of}: extends "{base}": no such file; {_advice(Path(base), names, looked)}')
 
 
 def _stems(folder: Path) -> list[str]:
@@ -89,13 +89,13 @@ def _advice(wanted: Path, shipped: Iterable[str], looked: list[Path]) -> str:
     there = {path.stem: str(path) for path in sorted(looked[0].glob(f"*{_SUFFIX}"))}
     near = [there[name] for name in difflib.get_close_matches(stem, there, n=1)]
     near += _nearest_shipped(wanted, shipped)
-    where = f"looked in {' and '.join(map(str, looked))}"
+    where = f"searched {' and '.join(map(str, looked))}"
     if near:
         return f"did you mean {' or '.join(near)}? ({where})"
     names = ", ".join([*there.values()][:_MOST_NAMES]) or "no TOML files"
     if len(there) > _MOST_NAMES:
         names += f" and {len(there) - _MOST_NAMES} more"
-    return f"{looked[0]} has {names}; `lightscale configs` lists those that are shipped ({where})"
+    return f"{looked[0]} has {names}; `lightscale configs` lists the shipped ones ({where})"
 
 
 def _nearest_shipped(wanted: Path, shipped: Iterable[str]) -> list[str]:

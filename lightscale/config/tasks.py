@@ -1,7 +1,7 @@
-"""The tasks that ``task.name`` can name, what a model is trained to predict, and where each is implemented.
+"""The training tasks that ``task.name`` can name, and the modules that implement them.
 
-Entries are import strings, as those of mixers: a task's module has the type of its keys in [task], which is imported
-where a configuration is checked.
+Entries are import strings, as for mixers. A task's module defines the type of its keys in [task]; it is imported when
+a configuration is checked.
 """
 
 import difflib
@@ -20,10 +20,10 @@ TASKS = {
 
 
 def task_class(name: object) -> Any:
-    """The class of the task ``name``. UserError with the nearest and all known names where there is none."""
+    """The class of the task ``name``. Raises UserError with the nearest and all known names for an unknown one."""
     if not isinstance(name, str) or name not in TASKS:
         near = difflib.get_close_matches(str(name), TASKS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"no task is called {shortened(str(name))}; {hint}known: {', '.join(TASKS)}")
+        raise UserError(f"unknown task {shortened(str(name))}; {hint}known: {', '.join(TASKS)}")
     module, _, attribute = TASKS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,7 +1,7 @@
-"""TOML files that people write: read whole, or refused in one line whatever they hold.
+"""Reads TOML files of users in full, or refuses them in one line.
 
-Python's parser takes hours for some small texts and ends with a RecursionError for others; the limits here are far
-beyond what a configuration needs.
+Python's parser takes hours for some small texts and raises RecursionError for others. The limits here are far beyond
+the needs of a configuration.
 """
 
 import re
@@ -13,7 +13,7 @@ from lightscale.errors import UserError, shortened
 from lightscale.files import read_regular
 
 MOST_BYTES = 2**20
-"""Of a file, and of a file together with those that it extends."""
+"""Largest file, and largest sum of a file and those that it extends."""
 MOST_LEVELS = 32
 _MOST_KEY_CHARACTERS = 1000
 # Dotted keys take the parser the square of their parts. It begins only at the beginning of a part, and takes a part
@@ -23,11 +23,11 @@ _LONG_KEY = re.compile(rf"(?:{_PART}\.[ \t]*+){{{2 * MOST_LEVELS}}}")
 
 
 class TomlError(ValueError):
-    """A text that is not TOML, or beyond the limits."""
+    """A text that is not TOML, or exceeds the limits."""
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table that `text` writes. TomlError with the reason where it is none."""
+    """Parse `text` into a table. Raises TomlError with the reason."""
     if _LONG_KEY.search(text):
         raise TomlError(f"a dotted key has more than {2 * MOST_LEVELS} parts")
     try:
@@ -35,19 +35,19 @@ def parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise TomlError(shortened(str(error))) from None
     except RecursionError:
-        raise TomlError(f"tables or lists in one another, deeper than {MOST_LEVELS} levels") from None
+        raise TomlError(f"tables or lists are nested deeper than {MOST_LEVELS} levels") from None
     except ValueError:
         # Python's limit on the digits of a number: no field takes more than twenty.
-        raise TomlError("a number of thousands of digits") from None
+        raise TomlError("a number has thousands of digits") from None
     _check_levels(table)
     return table
 
 
 def read_toml(path: Path, *, what: str) -> dict[str, Any]:
-    """The table in the file `path`; `what` it should be, for messages, as in "a corpus file".
+    """Read the table in the file `path`; `what` names its kind in messages, as in "a corpus file".
 
-    Raises UserError for what is no regular file (a pipe too: a configuration is read several times), cannot be read,
-    or is not TOML; FileNotFoundError and other OSErrors are the caller's to word.
+    Raises UserError for a path that is no regular file (a pipe too: a configuration is read several times), and for a
+    file that is unreadable or not TOML. The caller words FileNotFoundError and other OSErrors.
     """
     content = read_regular(path, what=what, most_bytes=MOST_BYTES, follow_links=True)
     try:
@@ -73,4 +73,4 @@ def _check_levels(table: dict[str, Any]) -> None:
         level = [value for value in inner if isinstance(value, (dict, list))]
         if not level:
             return
-    raise TomlError(f"tables or lists in one another, deeper than {MOST_LEVELS} levels")
+    raise TomlError(f"tables or lists are nested deeper than {MOST_LEVELS} levels")

@@ -1,1 +1,1 @@
-"""Starting runs: one machine, torchrun, clusters."""
+"""Start of runs: one machine, torchrun, clusters."""

@@ -9,7 +9,7 @@ _DURATION = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(
 
 
 def parse_duration(name: str, text: str) -> int:
-    """Seconds in `text`, like "90s", "30m", "23h30m" or "1d"; raises UserError that calls it `name`."""
+    """Seconds in `text`, such as "90s", "30m", "23h30m" or "1d"; the UserError of others uses `name`."""
     match = _DURATION.fullmatch(text)
     seconds = (
         sum(int(count or 0) * unit for count, unit in zip(match.groups(), _UNITS_S.values(), strict=True))
@@ -18,6 +18,6 @@ def parse_duration(name: str, text: str) -> int:
     )
     if not seconds:
         raise UserError(
-            f'{name} {shortened(text)}: must be a time in days, hours, minutes and seconds, like "23h30m" or "90s"'
+            f'{name} {shortened(text)}: must be a time in days, hours, minutes and seconds, such as "23h30m" or "90s"'
         )
     return seconds

@@ -1,6 +1,6 @@
-"""Which rank this process is: read from what torchrun, a scheduler or an MPI launcher left in the environment.
+"""The rank of this process, from the environment variables of torchrun, a scheduler or an MPI launcher.
 
-MPI itself is never initialised: training processes only read the numbers that its launcher hands out.
+MPI itself is never initialised: training processes only read the variables of its launcher.
 """
 
 import re
@@ -20,15 +20,15 @@ _FIRST_PORT, _NUM_PORTS = 15000, 15000
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnvironment:
-    """The rank of this process among all processes of the run, and where they meet."""
+    """The rank of this process among all processes of the run, and their rendezvous."""
 
     launcher: str
-    """Who started the processes, for messages."""
+    """Launcher of the processes, for messages."""
     rank: int
-    """Among all processes, from 0."""
+    """Rank among all processes, from 0."""
     world_size: int
     local_rank: int
-    """Among the processes on this machine, from 0: the GPU to use."""
+    """Rank among the processes on this machine, from 0: index of the GPU."""
     local_world_size: int
     master_address: str
     """Host of rank 0."""
@@ -52,11 +52,11 @@ class RankEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
-        """The rank that `environ` describes; None: this process was started by hand, for a run of its own.
+        """Read the rank from `environ`; None: no launcher started this process as a rank.
 
-        torchrun's variables come first, because torchrun may run inside a scheduler's or MPI job; then the scheduler's,
-        because a scheduler that starts the tasks of an MPI program sets both. Raises UserError for variables that are
-        missing, no numbers, or contradict one another.
+        torchrun's variables come first, because torchrun may run inside a scheduler's or MPI job. The scheduler's come
+        next, because a scheduler that starts an MPI program sets both. Raises UserError for variables that are missing,
+        no numbers, or contradictory.
         """
         if "RANK" in environ:
             return cls._from_variables("torchrun", environ)
@@ -73,7 +73,7 @@ class RankEnvironment:
         return None
 
     def variables(self) -> dict[str, str]:
-        """The same as torchrun's variables, which torch.distributed and Megatron read."""
+        """torchrun's variables for this rank, which torch.distributed and Megatron read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -116,7 +116,7 @@ class RankEnvironment:
         if address is None:
             raise UserError(
                 f"{launcher}: {world_size} processes on several machines need MASTER_ADDR, rank 0's host; "
-                "mpirun -x MASTER_ADDR=… passes it on"
+                "set it with mpirun -x MASTER_ADDR=…"
             )
         # All ranks of a job, and no other job, have this name.
         job = next((environ[name] for name in job_names if environ.get(name)), "")
@@ -135,12 +135,12 @@ class RankEnvironment:
 
 
 def job_port(job: int, number: int) -> int:
-    """A port that every process of a scheduler's `job` knows, for its step or start `number`."""
+    """A port common to all processes of a scheduler's `job`, for its step or start `number`."""
     return _FIRST_PORT + (job + number) % _NUM_PORTS
 
 
 def number_reader(launcher: str, environ: Mapping[str, str]) -> Callable[[str], int]:
-    """A function from a variable's name to its value, a whole number >= 0."""
+    """Make a function from a variable's name to its value, a whole number >= 0."""
 
     def number(name: str) -> int:
         text = environ.get(name)

@@ -1,7 +1,7 @@
-"""All ranks of a run meet before anything is built, compare what they would train with, and start together or not.
+"""The meeting of all ranks of a run before anything is built: they compare their inputs, and start together or not.
 
-They meet in the store of the rendezvous, which needs no layout and no group: the layout is what may differ. Every rank
-leaves its facts there; the first that came compares them, and all read its one verdict.
+They meet in the store of the rendezvous, which needs neither layout nor group, since the layout may differ. Every rank
+writes its facts there; the first to arrive compares them, and all read its verdict.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ _MOST_RANKS = 8
 def meet(
     environment: RankEnvironment, read: Callable[[], RunConfig], directory: RunDirectory, allow: Collection[str]
 ) -> tuple[RunConfig, dist.Store | None]:
-    """The configuration that `read` returns, once all ranks have met and would train the same run with it.
+    """The configuration from `read`, once all ranks have met and train the same run with it.
 
-    Nothing is written. Nobody waits longer than the configuration's `restart.collective_timeout_s` for the others. The
-    store must live until the process groups are made, because rank 0's process may serve it; one rank has none.
+    Writes no files. No rank waits longer than `restart.collective_timeout_s` for the others. The store must live until
+    the process groups exist, because rank 0's process may serve it; a single rank has no store.
 
     Raises:
         UserError: the ranks differ, have wrong numbers, or one cannot train; the same message on all ranks.
-        CannotStart: some did not come, or have failed by no mistake of the user.
+        CannotStart: ranks are missing, or failed without a mistake of the user.
     """
     facts = FactReader(environment.rank, environment.world_size)
     config = facts.read(read, directory, allow)
@@ -80,7 +80,7 @@ def agree(environment: RankEnvironment, facts: RankFacts, timeout_s: float) -> d
         if result.done():
             raise
         raise CannotStart(
-            f"rank 0 at {place.place} answers no more: its process is stopped, or the network was cut; end it, "
+            f"rank 0 at {place.place} no longer answers: its process is stopped, or the network was cut; end it "
             "and start the ranks again"
         ) from None
 
@@ -106,18 +106,18 @@ class _Store:
         self.store = dist.PrefixStore(prefix, place.open())
 
     def verdict(self, facts: RankFacts, timeout_s: float) -> dict[str, object]:
-        """Leave `facts`, and read what all of them come to."""
+        """Write `facts`, and read the verdict over all facts."""
         number = self.store.add("arrived", 1)
         self.store.set(f"facts-{number}", facts.to_json())
         if number == 1:
             self.store.set("verdict", json.dumps(self._judge(facts, timeout_s)))
         elif not self._wait("verdict", self._deadline + _VERDICT_S):
-            raise CannotStart(f"no answer at {self.place} within {timeout_s:.0f} s from the rank that came first")
+            raise CannotStart(f"no answer at {self.place} within {timeout_s:.0f} s from the first rank")
         found: dict[str, object] = json.loads(self.store.get("verdict"))
         if found["error"] is None and number > facts.world_size:
-            text = f"all {facts.world_size} ranks have met at {self.place} already, and rank {facts.rank} came again"
+            text = f"all {facts.world_size} ranks have already met at {self.place}, and rank {facts.rank} arrived again"
             why = (
-                "a number is given twice, or another run has this port: then end its ranks, or set another MASTER_PORT"
+                "a rank number is used twice, or another run uses this port; end its ranks, or set another MASTER_PORT"
             )
             found = {"error": f"{text}: {why}", "is_mistake": True}
         # Also those that have not come yet, unless they were waited for: without the store they would wait for rank 0.
@@ -145,8 +145,8 @@ class _Store:
         seen = ", ".join(hosts[:_MOST_RANKS]) + (" and others" if len(hosts) > _MOST_RANKS else "")
         text = (
             f"of {ranks[0].world_size} ranks, {names}{more} did not come to {self.place} within {timeout_s:.0f} s "
-            f"(restart.collective_timeout_s); those on {seen} did; start them too, with "
-            "this address, or see what ended them"
+            f"(restart.collective_timeout_s); those on {seen} did; start the missing ranks with this address, "
+            "or find the cause of their end"
         )
         errors = [f"rank {one.rank} on {one.host}: {one.error}" for one in ranks if one.error is not None]
         return "\n".join([text, *errors[:_MOST_RANKS]])

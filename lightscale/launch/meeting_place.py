@@ -1,7 +1,7 @@
-"""The store in which ranks meet: opened at rank 0's address, or one line that says what is there instead.
+"""The store in which ranks meet: opened at rank 0's address, or one line that reports what is there instead.
 
-torch's own client waits without end for a program that accepts connections and says nothing, as a rank that hangs does,
-and prints stacks about one that says something else, or about none. So whoever listens there is asked first.
+torch's client waits for ever for a program that accepts connections and does not answer, such as a hanging rank. It
+prints stacks for other answers, or for no program. So the address is probed first.
 """
 
 import os
@@ -40,7 +40,7 @@ class _Silent(OSError):
 
 
 class MeetingPlace:
-    """Rank 0's address, for one rank; `deadline` of the monotonic clock is when it stops waiting."""
+    """Rank 0's address, for one rank; it waits until `deadline` of the monotonic clock."""
 
     def __init__(self, environment: RankEnvironment, deadline: float) -> None:
         self._environment, self.deadline = environment, deadline
@@ -48,7 +48,7 @@ class MeetingPlace:
         self.place = f"{self._host}:{self._port}"
 
     def open(self) -> dist.Store:
-        """The store; rank 0 serves it, unless torchrun's agent does. Raises CannotStart."""
+        """Open the store, served by rank 0 or by torchrun's agent. Raises CannotStart."""
         serves = self._environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = self._serve() if serves else None
         self._await_server(serves)
@@ -103,15 +103,15 @@ class MeetingPlace:
             why = unknown_address()
         elif isinstance(error, _Stranger | _Silent):
             why = (
-                "end it, if it is a rank that hangs, or set another MASTER_PORT (--master-port), or MASTER_ADDR "
+                "end it if it is a hanging rank, set another MASTER_PORT (--master-port), or set MASTER_ADDR "
                 "(--master-addr) to rank 0's host"
             )
         elif serves:
             why = foreign_address()
         else:
             why = (
-                "it has not started, or MASTER_ADDR and MASTER_PORT (--master-addr, --master-port) are not its own, or "
-                "the network is closed there"
+                "start it, set MASTER_ADDR and MASTER_PORT (--master-addr, --master-port) to its address, or open the "
+                "network"
             )
         return f"{who} at {self.place} ({error}): {why}"
 
@@ -129,11 +129,11 @@ class MeetingPlace:
                         raise ConnectionResetError
                     answer += more
             except TimeoutError:
-                raise _Silent("what listens there does not answer") from None
+                raise _Silent("the program there does not answer") from None
             except ConnectionError:
-                raise _Silent("what listens there closes connections") from None
+                raise _Silent("the program there closes connections") from None
         if answer != number:
-            raise _Stranger("what listens there is no store of torch")
+            raise _Stranger("the program there is no torch store")
 
     def _left_s(self) -> float:
         return self.deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""Which network interface leads to the other hosts of a run."""
+"""Choice of the network interface to the other hosts of a run."""
 
 import os
 import socket
@@ -14,10 +14,10 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def choose_interface(environment: RankEnvironment) -> None:
-    """On several hosts, have gloo use the interface that leads to rank 0's, unless the user has named one.
+    """On several hosts, set gloo's interface to the one that reaches rank 0, unless the user has set one.
 
-    By itself gloo takes the address that this host's name stands for. Often that is a loopback address, or none, and
-    then no other host can reach this one. (NCCL looks at the interfaces themselves.)
+    By default gloo uses the address of this host's name. Often that is a loopback address, or none, and no other host
+    can reach it. (NCCL inspects the interfaces.)
     """
     if environment.world_size > environment.local_world_size and not os.environ.get(_GLOO_VARIABLE):
         name = interface_to(environment.master_address, environment.master_port)
@@ -26,7 +26,7 @@ def choose_interface(environment: RankEnvironment) -> None:
 
 
 def interface_to(address: str, port: int) -> str | None:
-    """The interface over which `address` is reached, or that has it; None: no route, or only by loopback."""
+    """The interface that reaches or has `address`; None: no route, or only loopback."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -43,7 +43,7 @@ def interface_to(address: str, port: int) -> str | None:
 
 
 def check_interfaces(environ: Mapping[str, str], *, uses_nccl: bool) -> None:
-    """Raise UserError where `environ` names interfaces that this host does not have, or that have no address."""
+    """Raise UserError if `environ` names interfaces that do not exist on this host, or have no address."""
     here = sorted(
         name for name, addresses in psutil.net_if_addrs().items() if any(one.family in _FAMILIES for one in addresses)
     )
@@ -65,6 +65,6 @@ def _fits(name: str, text: str, interface: str) -> bool:
 
 def _no_interface(variable: str, text: str, name: str, here: list[str]) -> UserError:
     return UserError(
-        f'{variable} = "{text}": {socket.gethostname()} has no network interface {name} with an address; there are '
-        f"{', '.join(here)}; unset it, or name one of them"
+        f'{variable} = "{text}": {socket.gethostname()} has no network interface {name} with an address; unset the '
+        f"variable, or use one of {', '.join(here)}"
     )

@@ -1,8 +1,8 @@
-"""What a rank would train with, and whether all ranks would train one run.
+"""The inputs of a rank's training, and their comparison over all ranks.
 
-Ranks that another program starts (torchrun, srun, mpirun) read each its own CONFIG, store and installation, on hosts
-that may differ. Whatever decides the numbers of a run is here as text under the name of its key, so that ranks can
-compare it, before anything is built of it, and name what differs.
+Ranks started by another program (torchrun, srun, mpirun) each read their own CONFIG, store and installation, on hosts
+that may differ. All inputs that decide the numbers of a run are recorded here as text by key. So ranks can compare them
+before anything is built, and report each difference.
 """
 
 import dataclasses
@@ -51,21 +51,21 @@ _MOST_RANKS, _MOST_KEYS = 8, 20
 # Compared by identity: two ranks are two, whatever they say.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RankFacts:
-    """What one rank says of itself."""
+    """The facts of one rank."""
 
     rank: int
     world_size: int
     host: str
     process: int
     values: Mapping[str, str]
-    """What must be the same on all ranks, by key; those that were known when `error` came."""
+    """Values that must be equal on all ranks, by key; only those read before `error`."""
     error: str | None = None
-    """Why this rank cannot train, whatever the others do."""
+    """Reason why this rank cannot train, independent of the others."""
     is_mistake: bool = True
-    """Whether `error` is a mistake of the user; otherwise another start may pass."""
+    """Whether `error` is a mistake of the user; if not, another start may succeed."""
 
     def to_json(self) -> str:
-        """As other ranks read it."""
+        """The facts as JSON, for other ranks."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -75,7 +75,7 @@ class RankFacts:
 
 
 class FactReader:
-    """Reads, step by step, what this rank would train with; an error ends it, and is a fact like the others."""
+    """Reads the inputs of this rank's training step by step; an error ends it and becomes a fact."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.values: dict[str, str] = {}
@@ -83,7 +83,7 @@ class FactReader:
         self._rank, self._world_size = rank, world_size
 
     def read(self, load: Callable[[], RunConfig], directory: RunDirectory, allow: Collection[str]) -> RunConfig | None:
-        """The configuration; None after an error, which is kept in `error`."""
+        """Read the configuration; None after an error, which `error` keeps."""
         try:
             self.values |= installation()
             self.values["--run"] = str(directory.path.absolute())
@@ -100,7 +100,7 @@ class FactReader:
         return config
 
     def facts(self) -> RankFacts:
-        """What was read."""
+        """The facts read so far."""
         is_mistake = isinstance(self.error, UserError)
         text = str(self.error) if is_mistake else f"{type(self.error).__name__}: {self.error}"
         return RankFacts(
@@ -115,7 +115,7 @@ class FactReader:
 
 
 def installation() -> dict[str, str]:
-    """The programs of this rank, what kind of device they find, and the variables that change what they compute."""
+    """This rank's programs, their kind of device, and the variables that change their results."""
     return {
         **{f"version of {name}": version for name, version in package_versions().items()},
         "lightscale's code": code_digest(Path(lightscale.__file__).parent),
@@ -135,7 +135,7 @@ def code_digest(package: Path) -> str:
 
 
 def contents(config: RunConfig) -> dict[str, str]:
-    """Hashes of what the configuration names by a path: stores, their tokenizers, the first weights."""
+    """Hashes of the files named by the configuration: stores, their tokenizers, the initial weights."""
     stores = config.data.store_paths
     stores |= {f"data.validation.{name}.store": one.store for name, one in config.data.validation.items() if one.store}
     found = {}
@@ -155,19 +155,19 @@ def contents(config: RunConfig) -> dict[str, str]:
 
 
 def wrong_numbers(ranks: Sequence[RankFacts]) -> str | None:
-    """What is wrong with the rank numbers of those that have come; None: nothing."""
+    """The fault in the rank numbers of the arrived ranks; None: no fault."""
     sizes = Counter(one.world_size for one in ranks)
     if len(sizes) > 1:
         return _difference("WORLD_SIZE", {one: str(one.world_size) for one in ranks})
     for rank, count in Counter(one.rank for one in ranks).items():
         if count > 1:
             same = ", ".join(f"process {one.process} on {one.host}" for one in ranks if one.rank == rank)
-            return f"rank {rank} is given to {same}; each needs a number of its own (RANK, torchrun's --node-rank)"
+            return f"rank {rank} is assigned to {same}; give each its own number (RANK, torchrun's --node-rank)"
     return None
 
 
 def disagreement(ranks: Sequence[RankFacts]) -> str | None:
-    """What keeps `ranks`, all of a run, from training it together, one line for each key; None: nothing."""
+    """The reasons why `ranks` cannot train one run together, one line per key; None: no reason."""
     ranks = sorted(ranks, key=lambda one: one.rank)
     lines = []
     for key in dict.fromkeys(key for one in ranks for key in one.values):
@@ -187,7 +187,7 @@ def disagreement(ranks: Sequence[RankFacts]) -> str | None:
     lines += [f"{_who(same)}: {text}" for text, same in errors.items()]
     if not lines:
         return None
-    return "\n".join(["the ranks cannot train one run together, and nothing was started:", *lines])
+    return "\n".join(["the ranks cannot train one run together; nothing was started:", *lines])
 
 
 def _difference(key: str, values: Mapping[RankFacts, str]) -> str:

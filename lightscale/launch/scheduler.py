@@ -1,4 +1,4 @@
-"""What runs need of a scheduler: submit, cancel, state, allocation, logs.
+"""The interface of a scheduler to runs: submit, cancel, state, allocation, logs.
 
 A scheduler is a folder beside this file with a subclass of `Scheduler`, and one line of
 `config/schedulers.py`. Commands and
@@ -12,8 +12,8 @@ launcher know only this interface:
     lightscale cancel   state, require, cancel
     lightscale logs     logs, state
 
-Nothing here imports an implementation: they are resolved by name when they are needed. Their modules must not import
-torch at the top, because `lightscale runs` is to answer within a second.
+Implementations are imported by name when needed. Their modules must not import torch at the top, because `lightscale
+runs` must answer within a second.
 """
 
 import importlib
@@ -48,17 +48,17 @@ Phase = Literal["waiting", "running", "ending", "ended", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The state of a job, as its scheduler reports it."""
+    """The state of a job, reported by its scheduler."""
 
     number: int
     phase: Phase
-    """unknown: the scheduler does not answer, and the job may run or not; ended: it has, or the scheduler forgot it."""
+    """unknown: the scheduler does not answer; ended: the job has ended, or the scheduler has forgotten it."""
     text: str = ""
-    """In the scheduler's own terms, for messages."""
+    """State in the scheduler's own terms, for messages."""
 
     @property
     def is_live(self) -> bool:
-        """Whether it is known to wait or run. A job of which nothing is known is not counted."""
+        """Whether the job is known to wait or run; False for an unknown state."""
         return self.phase in ("waiting", "running", "ending")
 
     def __str__(self) -> str:
@@ -67,22 +67,22 @@ class JobState:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What `submit` is to run: the launcher of one run, on the nodes that its settings ask for."""
+    """A job to submit: the launcher of one run, on the nodes of its settings."""
 
     run: RunDirectory
     settings: LaunchSettings
     is_chain: bool = False
-    """What is left to do at the end of the job is for the next job, not for this one again."""
+    """Whether the next job of a chain does the remaining steps, not a requeue of this job."""
     allow: Collection[str] = ()
-    """Keys that may differ from those of the run that is resumed, see ``lightscale train --allow-change``."""
+    """Keys that may differ from those of the resumed run; see ``lightscale train --allow-change``."""
 
     @property
     def script(self) -> Path:
-        """The file with the text that `Scheduler.script` makes, written before `Scheduler.submit` is called."""
+        """The file with the text from `Scheduler.script`, written before `Scheduler.submit`."""
         return self.run.path / "job.sh"
 
     def command(self, scheduler: str) -> list[str]:
-        """The launcher of the run, as a job of the scheduler called `scheduler` starts it."""
+        """The command of the run's launcher in a job of `scheduler`."""
         path = self.run.path.absolute()
         command = [sys.executable, "-m", "lightscale", "train", str(path / self.run.config.name), "--run", str(path)]
         command += ["--scheduler", scheduler, "--processes", str(self.settings.ranks_per_node)]
@@ -91,7 +91,7 @@ class JobRequest:
         return command + [f"--allow-change={key}" for key in sorted(self.allow)]
 
     def exports(self) -> Iterator[str]:
-        """Lines of a shell that set variables for the ranks. What is set already has precedence."""
+        """Shell lines that set variables for the ranks; variables that are already set take precedence."""
         settings = self.settings
         values: dict[str, str | int] = dict(_ENVIRONMENT)
         if settings.cpus_per_node is not None:
@@ -105,83 +105,83 @@ class JobRequest:
 
 
 class Scheduler(ABC):
-    """One kind of scheduler; has no state of its own. All methods raise UserError for what the user must change."""
+    """One kind of scheduler, without state. All methods raise UserError for mistakes of the user."""
 
     title: ClassVar[str]
     """For messages."""
     variables_prefix: ClassVar[str | None] = None
-    """With what the names of the variables begin that it sets for the processes of a job."""
+    """Prefix of the variables that it sets for the processes of a job."""
 
     @abstractmethod
     def require(self, action: Literal["submit", "cancel"]) -> None:
-        """Refuse where this machine cannot do `action`, as where the scheduler's commands are not installed."""
+        """Refuse `action` on a machine that cannot do it, such as one without the scheduler's commands."""
 
     @abstractmethod
     def check_settings(self, settings: LaunchSettings) -> None:
-        """Refuse settings that this scheduler lacks or cannot follow, without asking the cluster."""
+        """Refuse settings that this scheduler does not support, without asking the cluster."""
 
     @abstractmethod
     def script(self, job: JobRequest) -> str:
-        """The text of the script that a job runs. It starts ``lightscale train --scheduler NAME`` for the run."""
+        """The text of a job's script, which starts ``lightscale train --scheduler NAME`` for the run."""
 
     @abstractmethod
     def check(self, job: JobRequest) -> None:
-        """Ask the scheduler whether it would take the job; nothing is written, nothing submitted."""
+        """Ask the scheduler whether it accepts the job, without writing or submitting anything."""
 
     @abstractmethod
     def submit(self, job: JobRequest, *, after: int | None = None) -> int:
-        """Submit `job.script`; returns the job's number. `after`: a job whose end it waits for, however it ends."""
+        """Submit `job.script`; returns the job's number. `after`: a job to wait for, whatever its result."""
 
     @abstractmethod
     def cancel(self, job: JobState, *, now: bool) -> None:
-        """End a job that waits, or one that runs: after it has saved, or `now`. It is not queued again."""
+        """End a waiting job, or a running one after its save, or `now`. The job is not requeued."""
 
     @abstractmethod
     def state(self, numbers: Sequence[int]) -> dict[int, JobState]:
-        """The state of each of the jobs, asked for at once; "unknown" where the scheduler does not answer."""
+        """The states of the jobs, from one query; "unknown" if the scheduler does not answer."""
 
     @abstractmethod
     def allocation(self, environ: Mapping[str, str], *, min_nodes: int | None, fits: Callable[[int], bool]) -> "Nodes":
-        """The nodes of the job that `environ` is of, on which the launcher starts ranks.
+        """The nodes of the job described by `environ`, on which the launcher starts ranks.
 
         Args:
-            min_nodes: with fewer the launcher leaves; None for half of those that the job began with.
-            fits: whether the run can be split over so many nodes.
+            min_nodes: with fewer the launcher exits; None: half of the job's first nodes.
+            fits: whether the run divides over a number of nodes.
         """
 
     @abstractmethod
     def logs(self, run: RunDirectory) -> list[Path]:
-        """The files with what the jobs of `run` printed, oldest first."""
+        """Output files of the jobs of `run`, oldest first."""
 
     def job_variables(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """What `environ` says of the job, by the names in ``runs.job_environment``; nothing outside of a job."""
+        """The job's variables in `environ`, by the names of ``runs.job_environment``; empty outside a job."""
         return {}
 
     def rank_variables(self, environ: Mapping[str, str]) -> Mapping[str, str] | None:
-        """torchrun's variables (RANK, …) where this scheduler itself started the process as one of several ranks."""
+        """torchrun's variables (RANK, …) if this scheduler started the process as one of several ranks."""
         return None
 
 
 def adopt_job(environ: MutableMapping[str, str]) -> None:
-    """Set the variables of ``runs.job_environment`` from those of the scheduler whose job this process is in.
+    """Set the variables of ``runs.job_environment`` from those of this process's scheduler.
 
-    Again in every process: those of another node may have been inherited.
+    Every process does so, because it may have inherited those of another node.
     """
     for scheduler in map(get_scheduler, SCHEDULERS):
         environ.update(scheduler.job_variables(environ))
 
 
 def get_scheduler(name: str | None = None) -> Scheduler:
-    """The scheduler called `name`; None for the default."""
+    """The scheduler `name`; None: the default."""
     name = name or default_scheduler()
     if name not in SCHEDULERS:
-        raise UserError(f"scheduler {name}: unknown; use {', '.join(SCHEDULERS)}")
+        raise UserError(f"unknown scheduler {name}; use {', '.join(SCHEDULERS)}")
     module, _, attribute = SCHEDULERS[name].partition(":")
     return cast(Scheduler, getattr(importlib.import_module(module), attribute)())
 
 
 def job_states(records: Iterable[JobRecord]) -> dict[JobRecord, JobState]:
-    """The state of each recorded job, in the same order. Each scheduler is asked once, for all of its jobs."""
+    """The state of each recorded job, in the same order, with one query per scheduler."""
     records = list(records)
     found: dict[JobRecord, JobState] = {}
     for name in dict.fromkeys(record.scheduler for record in records):
@@ -195,16 +195,16 @@ def job_states(records: Iterable[JobRecord]) -> dict[JobRecord, JobState]:
 
 
 def live_jobs(records: Iterable[JobRecord]) -> dict[JobRecord, JobState]:
-    """Those of the recorded jobs that are known to wait or run, in the same order."""
+    """The recorded jobs that are known to wait or run, in the same order."""
     return {record: state for record, state in job_states(records).items() if state.is_live}
 
 
 def unanswered_jobs(records: Iterable[JobRecord]) -> dict[JobRecord, JobState]:
-    """Those of which their scheduler does not say whether they wait or run: they may."""
+    """The recorded jobs of unknown state, which may wait or run."""
     return {record: state for record, state in job_states(records).items() if state.phase == "unknown"}
 
 
 def newest_job_log(run: RunDirectory) -> Path | None:
-    """What the newest job of `run` printed; None: it has none, or none has started yet."""
+    """Output file of the newest job of `run`; None: no job has started yet."""
     newest = [logs[-1] for name in SCHEDULERS if (logs := get_scheduler(name).logs(run))]
     return max(newest, key=lambda path: path.stat().st_mtime, default=None)

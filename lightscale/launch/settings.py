@@ -1,6 +1,6 @@
 """Settings of jobs: [launch] in ~/.config/lightscale/launch.toml, in a run's file, and on the command line.
 
-They are the same for all schedulers, which refuse those that they lack (`Scheduler.check_settings`).
+They are the same for all schedulers; a scheduler refuses settings that it lacks (`Scheduler.check_settings`).
 """
 
 import os
@@ -31,34 +31,34 @@ _Variable = str | Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class LaunchSettings(Section):
-    """[launch]: how runs are submitted to a scheduler."""
+    """[launch]: settings of scheduler jobs."""
 
     nodes: _Nodes = 1
-    """Nodes of a job."""
+    """Number of nodes of a job."""
     time: str | None = None
     """Time limit of a job: hours:minutes:seconds or days-hours."""
     partition: str | None = None
     """Partition (queue) of the cluster; none: the cluster's default."""
     account: str | None = None
-    """Account that is charged."""
+    """Account to charge."""
     gpus_per_node: _PerNode | None = None
-    """GPUs asked for on each node."""
+    """GPUs per node."""
     cpus_per_node: _PerNode | None = None
-    """Cores asked for on each node."""
+    """CPU cores per node."""
     processes: _PerNode | None = None
-    """Ranks on each node; none: one for each GPU, or one."""
+    """Ranks per node; none: one per GPU, or one."""
     min_nodes: _Nodes | None = None
-    """Least number of nodes with which a chain's job continues after some failed; none: half of them."""
+    """Minimum number of nodes to continue a chain's job with after node failures; none: half of them."""
     jobs_at_once: _PerNode = 1
-    """With --scheduler local, on a machine without GPUs: jobs that may run there together."""
+    """With --scheduler local on a machine without GPUs: number of concurrent jobs."""
     signal_s: Annotated[int, Field(ge=1, le=604_800)] = 300
-    """Seconds before the time limit at which the run saves and exits: more than a step and a save."""
+    """Seconds before the time limit at which the run saves and exits; longer than a step and a save."""
     setup: _Lines = Field(default=[])
-    """Lines of the script before the run, like "module load cuda"."""
+    """Lines of the script before the run, such as "module load cuda"."""
     environment: dict[str, _Variable] = Field(default={}, max_length=MOST_ENTRIES)
-    """Variables of the ranks, like NCCL_SOCKET_IFNAME."""
+    """Environment variables of the ranks, such as NCCL_SOCKET_IFNAME."""
     options: _Lines = Field(default=[])
-    """More options of the scheduler, like "--constraint=h100"."""
+    """More options of the scheduler, such as "--constraint=h100"."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -72,9 +72,9 @@ class LaunchSettings(Section):
 
 
 def load_settings(config: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> LaunchSettings:
-    """The site's settings, over them those of the files of `config`, the `overrides` (launch.key=value), and `given`.
+    """Load the site's settings, overridden by the files of `config`, by `overrides` (launch.key=value), and by `given`.
 
-    Raises UserError that names the file, the key, its value, and what is allowed.
+    Raises UserError with the file, the key, its value and the allowed values.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -120,7 +120,7 @@ def _explain(error: Mapping[str, Any], values: Mapping[str, Any], origins: Mappi
     where, field = origins.get(key, "[launch]"), LaunchSettings.model_fields.get(key)
     name = shown_key(["launch", key])
     if error["type"] == "extra_forbidden" or field is None:
-        return f"{where}: unknown key {name}; there are {', '.join(LaunchSettings.model_fields)}"
+        return f"{where}: unknown key {name}; the keys are {', '.join(LaunchSettings.model_fields)}"
     wanted = error["ctx"]["error"] if error["type"] == "value_error" else f"must be {field_type_text(field)}"
     return f"{where}: {name} = {shown_value(values[key])}: {wanted}"
 
@@ -140,7 +140,7 @@ def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
     if settings.time is not None and not _TIME.fullmatch(settings.time):
         raise UserError(
             f"{origins['time']}: launch.time = {shown_value(settings.time)}: must be hours:minutes:seconds or "
-            'days-hours, like "24:00:00" or "2-12"'
+            'days-hours, such as "24:00:00" or "2-12"'
         )
     if settings.time_s is not None and settings.signal_s >= settings.time_s:
         raise UserError(
@@ -157,5 +157,5 @@ def _check(settings: LaunchSettings, origins: Mapping[str, str]) -> None:
         if not option.startswith("-") or "\n" in option:
             raise UserError(
                 f"{origins['options']}: launch.options has {shown_value(option)}: must be options of the scheduler, "
-                'like "--qos=high"'
+                'such as "--qos=high"'
             )

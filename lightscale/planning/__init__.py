@@ -1,1 +1,1 @@
-"""What a run will take before it is paid for: parameters, FLOPs, memory, speed, failures."""
+"""Predictions for a run before it starts: parameters, FLOPs, memory, speed, failures."""

@@ -1,4 +1,4 @@
-"""Which layout to use, as overrides to paste: `lightscale plan` prints them, errors of divisibility name them."""
+"""Suggested layouts as overrides to paste, for `lightscale plan` and for errors of divisibility."""
 
 from dataclasses import replace
 
@@ -11,16 +11,16 @@ from lightscale.planning.search import Fixed, best_layouts
 
 
 def with_advice(error: LayoutError, config: RunConfig, world_size: int) -> UserError:
-    """`error`, of `check_layout`, with the layout that `lightscale plan` chooses for so many ranks."""
+    """`error` of `check_layout`, with the layout that `lightscale plan` chooses for `world_size` ranks."""
     advice = _advice(config, world_size)
     # Without one, its own: the nearest value of a single key.
     return UserError(str(error) if advice is None else f"{error.fault}; {advice}")
 
 
 def layout_overrides(config: RunConfig, one: Prediction, hardware: Hardware) -> list[str]:
-    """The `section.key=value` with which `config` has the layout of `one`; those of the batch only where they change.
+    """The overrides `section.key=value` that give `config` the layout of `one`; those of the batch only if it changes.
 
-    `check_layout` accepts `config` with them on `one.layout.world_size` ranks, and gives `one.layout`.
+    With them, `check_layout` accepts `config` on `one.layout.world_size` ranks and returns `one.layout`.
     """
     layout, parallel = one.layout, config.parallel
     chosen: dict[str, object] = {
@@ -45,21 +45,19 @@ def layout_overrides(config: RunConfig, one: Prediction, hardware: Hardware) -> 
 
 
 def changed_batch(config: RunConfig, one: Prediction) -> str | None:
-    """What `one` changes of the recipe, in words; None where a step takes exactly the configuration's tokens."""
+    """The change of batch in `one`, in words; None if the tokens per step stay the same."""
     change = one.tokens_per_step / config.tokens_per_step - 1
     if not change:
         return None
     ranks, length = one.layout.world_size, one.sequence_length
     own_length = length == config.data.sequence_length
     why = (
-        f"no layout of {ranks} ranks that fits keeps"
-        if own_length
-        else f"on sequences of {length:,} tokens, instead of"
+        f"no fitting layout of {ranks} ranks keeps" if own_length else f"on sequences of {length:,} tokens, instead of"
     )
     batch = config.train.global_batch_size
     return (
-        f"{why} train.global_batch_size={batch}, {config.tokens_per_step:,} tokens a step: with "
-        f"train.global_batch_size={one.global_batch_size} it is {one.tokens_per_step:,}, {change:+.1%}"
+        f"{why} train.global_batch_size={batch} ({config.tokens_per_step:,} tokens per step): "
+        f"train.global_batch_size={one.global_batch_size} gives {one.tokens_per_step:,}, {change:+.1%}"
     )
 
 
@@ -77,6 +75,6 @@ def _advice(config: RunConfig, world_size: int) -> str | None:
     if not found:
         return None
     best = found[0]
-    notes = [changed_batch(config, best), None if best.fits else "which is predicted not to fit into 80 GB GPUs"]
+    notes = [changed_batch(config, best), None if best.fits else "which is predicted not to fit in 80 GB GPUs"]
     use = f"on {world_size} ranks use {' '.join(layout_overrides(config, best, hardware))}"
     return "; ".join([use, *(note for note in notes if note)])

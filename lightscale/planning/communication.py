@@ -1,8 +1,8 @@
-"""Closed forms for the time of exchanges between ranks: latency, bytes, and links, nothing about models.
+"""Closed forms for the time of exchanges between ranks, from latency, bytes and links, independent of models.
 
-P is what a rank contributes, in bytes. A message takes latency + bytes / bandwidth (Hockney's model), a collective one
-latency and the bytes that a rank receives by a ring algorithm (Thakur et al. 2005, doi 10.1177/1094342005051521) over
-the bandwidth at which it receives. No form knows congestion.
+P is a rank's contribution, in bytes. A message takes latency + bytes / bandwidth (Hockney's model). A collective takes
+one latency plus the bytes that a rank receives in a ring algorithm (Thakur et al. 2005, doi 10.1177/1094342005051521),
+divided by its receive bandwidth. No form models congestion.
 """
 
 import math
@@ -17,7 +17,7 @@ EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between ranks."""
+    """A link between ranks."""
 
     latency_s: float
     bytes_s: float
@@ -29,7 +29,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that talk to each other, every `stride`-th of all, and where they stand."""
+    """Ranks of one process group, every `stride`-th of all, and their places in nodes."""
 
     ranks: int
     stride: int
@@ -37,24 +37,24 @@ class RankGroup:
 
     @property
     def per_node(self) -> int:
-        """Of them in one node."""
+        """Number of its ranks in one node."""
         return max(1, min(self.ranks, self.hardware.gpus_per_node // self.stride))
 
     @property
     def nodes(self) -> int:
-        """Over how many nodes they are spread."""
+        """Number of its nodes."""
         return math.ceil(self.ranks / self.per_node)
 
     def pair(self, *, within: bool) -> Link:
-        """Between two neighbours, `within` a node or across two."""
+        """Link between two neighbours, `within` a node or across two."""
         hw = self.hardware
         gbytes_s = hw.nvlink_gbytes_s * hw.nvlink_pair_share if within else hw.nic_gbytes_s * hw.nic_pair_share
         return Link(latency_s=hw.hop_us * 1e-6, bytes_s=gbytes_s * 1e9)
 
     def collective(self, *, bulk: bool) -> Link:
-        """Of all ranks, as a rank sees it; `bulk`: messages of many MBs.
+        """Link of a rank in a collective of all ranks; `bulk`: messages of many MB.
 
-        The members of a node share their NICs' bandwidth, and none receives faster than by NVLink.
+        The ranks of a node share the bandwidth of its NICs, and none receives faster than NVLink.
         """
         hw = self.hardware
         gbytes_s = hw.nvlink_gbytes_s * hw.nvlink_collective_share
@@ -67,30 +67,30 @@ class RankGroup:
 
 
 def all_gather_s(ranks: int, payload_bytes: float, link: Link) -> float:
-    """latency + (W - 1) P / B; the same for a reduce-scatter to P bytes a rank. 0 for one rank."""
+    """latency + (W - 1) P / B; the same for a reduce-scatter to P bytes per rank. 0 for one rank."""
     return link.message_s((ranks - 1) * payload_bytes) if ranks > 1 else 0.0
 
 
 def all_reduce_s(ranks: int, num_bytes: float, link: Link) -> float:
-    """A reduce-scatter and an all-gather of `num_bytes` in all."""
+    """Time of a reduce-scatter plus an all-gather of `num_bytes` in total."""
     return link.message_s(2 * (ranks - 1) / ranks * num_bytes) if ranks > 1 else 0.0
 
 
 def chain_s(hops: int, payload_bytes: float, link: Link) -> float:
-    """hops (latency + P / B): from rank to rank."""
+    """hops (latency + P / B): a chain from rank to rank."""
     return hops * link.message_s(payload_bytes)
 
 
 def gather_s(group: RankGroup, payload_bytes: float) -> float:
-    """One flat all-gather of states."""
+    """Time of one flat all-gather of states."""
     return all_gather_s(group.ranks, payload_bytes, group.collective(bulk=False))
 
 
 def two_level_s(group: RankGroup, payload_bytes: float, heads: int) -> float:
-    """Gather inside nodes; gather the nodes' combined states, each rank some heads; gather these inside nodes.
+    """Gather inside nodes; gather the nodes' combined states, some heads per rank; gather these inside nodes.
 
-    Only (nodes - 1) P / g bytes come in by a NIC, g the ranks in a node, if they divide the heads. Within one node it
-    is the flat gather.
+    A NIC receives only (nodes - 1) P / g bytes, with g ranks per node, if g divides the heads. Within one node it is
+    the flat gather.
     """
     g = group.per_node
     if not _is_two_level(group):
@@ -116,7 +116,7 @@ def _share_bytes(payload_bytes: float, heads: int, ranks: int) -> float:
 
 
 def ring_s(group: RankGroup, payload_bytes: float) -> float:
-    """From the first rank to the last, within nodes by NVLink and between them by NICs."""
+    """Time from the first rank to the last, by NVLink within nodes and by NICs between them."""
     # Neighbours in the ring are neighbours in the nodes, so that it leaves each node once.
     across = group.nodes - 1
     within = group.ranks - 1 - across
@@ -126,7 +126,7 @@ def ring_s(group: RankGroup, payload_bytes: float) -> float:
 
 
 def exchange_s(exchange: Exchange, group: RankGroup, payload_bytes: float, heads: int) -> float:
-    """From when every rank has its summary, of so many heads, until the last has all that it needs."""
+    """Time from the moment when every rank has its summary until the last rank has its state."""
     if group.ranks == 1:
         return 0.0
     if exchange == "ring":
@@ -135,7 +135,7 @@ def exchange_s(exchange: Exchange, group: RankGroup, payload_bytes: float, heads
 
 
 def exchange_buffer_bytes(exchange: Exchange, group: RankGroup, payload_bytes: float, heads: int) -> float:
-    """What a rank holds while it exchanges, beside its own payload."""
+    """Bytes that a rank holds during the exchange, in addition to its own payload."""
     if group.ranks == 1:
         return 0.0
     if exchange == "ring":

@@ -1,8 +1,9 @@
-"""How much each sequence rank contributes to the exchanges of states, by the way in which they are exchanged.
+"""Each sequence rank's contribution to the exchanges of states, by kind of exchange.
 
-Exact, and held to what ranks count: ``gather`` sends a segment's summary once, ``ring`` its state from rank to rank,
-``two_level`` the summary inside the node, this rank's heads of the node's summary to the other nodes, and those of the
-state that enters the node inside again. Backward, all of it is cotangents of states.
+The sizes are exact; tests compare them with the ranks' counts. ``gather`` sends a segment's summary once, ``ring``
+sends its state from rank to rank. ``two_level`` sends the summary inside the node, this rank's heads of the node's
+summary to the other nodes, and its heads of the node's incoming state inside the node. Backward, all are cotangents of
+states.
 """
 
 from dataclasses import dataclass
@@ -12,26 +13,26 @@ from lightscale.config.schema import Exchange
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What sums up a segment, in numbers per row on one rank."""
+    """Summary of a segment, in numbers per row on one rank."""
 
     heads: int
-    """By which states are shared out; for the positional encoding, its channels."""
+    """Heads to divide the states by; for the positional encoding, its channels."""
     state: int
-    """As many come back as cotangents."""
+    """Numbers of the state; as many cotangents come back."""
     carried: int = 0
-    """That travel with the state forward, and have no cotangent."""
+    """Numbers that travel forward with the state and have no cotangent."""
     directions: int = 1
-    """In which states travel: 2 where tokens see those behind them too. Their numbers count both."""
+    """Directions of the states: 2 for bidirectional mixers. The numbers include both."""
     decays: int = 0
-    """That are shared out with the heads."""
+    """Decays divided with the heads."""
     whole: int = 0
-    """Decays that every head needs."""
+    """Decays needed by every head."""
 
     @staticmethod
     def of_mixer(
         num_heads: int, forward: int, backward: int, *, tensor: int, carried: int = 0, directions: int = 1
     ) -> "Summary":
-        """Of the numbers that a mixer names for all `tensor` ranks: those beyond the state are decays."""
+        """The summary from a mixer's numbers for all `tensor` ranks: those beyond the state are decays."""
         decays = forward - backward - carried
         # `backward` counts the gradient of the state alone.
         # LightNet's flag says for all heads at once whether a document begins.
@@ -47,17 +48,17 @@ class Summary:
 
     @property
     def numbers(self) -> int:
-        """All of them."""
+        """Sum of all numbers."""
         return self.state + self.carried + self.decays + self.whole
 
     def share(self, numbers: int, ranks: int) -> int:
-        """What one of `ranks` takes of `numbers` that belong to heads, padded to as many heads on each."""
+        """One rank's share of `numbers` that belong to heads, padded to equal heads per rank."""
         return numbers // self.heads * -(-self.heads // ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """Of a rank to one exchange, there and back."""
+    """A rank's contribution to one exchange, forward and backward."""
 
     forward: int
     """Numbers per row."""
@@ -67,7 +68,7 @@ class Contribution:
 
 
 def contribution(exchange: Exchange, summary: Summary, ranks_per_node: int) -> Contribution:
-    """Of a rank with others on both sides; `ranks_per_node` of the sequence share a node."""
+    """Contribution of a rank with neighbours on both sides; `ranks_per_node` sequence ranks share a node."""
     if exchange == "ring":
         # In two directions, half of it to each neighbour.
         return Contribution(

@@ -1,4 +1,4 @@
-"""Runs that fail, simulated event by event: independent of the closed forms of `failures`, which it checks."""
+"""Event-by-event simulation of runs with failures, independent of the closed forms of `failures`, which it checks."""
 
 import math
 import random
@@ -16,13 +16,13 @@ _FEWEST_RUNS, _MOST_RUNS = 20, 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What came out of simulated runs with one interval."""
+    """Result of simulated runs with one interval."""
 
     interval_s: float
     shares: Shares
-    """The mean of all runs."""
+    """Mean shares of all runs."""
     goodputs: tuple[float, ...]
-    """Of each run."""
+    """Goodput of each run."""
 
     @property
     def error(self) -> float:
@@ -31,16 +31,16 @@ class Estimate:
 
     @property
     def low(self) -> float:
-        """A goodput that one run in ten does not reach."""
+        """The goodput that one run in ten does not reach."""
         return sorted(self.goodputs)[len(self.goodputs) // 10]
 
 
 def simulate(
     regime: Regime, intervals_s: Sequence[float], *, duration_s: float, seed: int, runs: int | None = None
 ) -> list[Estimate]:
-    """`runs` simulated runs of `duration_s` of wall time for each interval; None: as many as take some seconds.
+    """Simulate `runs` runs of `duration_s` of wall time for each interval; None: as many as take a few seconds.
 
-    All intervals meet the same failures, so that their differences are known better than each of them.
+    All intervals meet the same failures, so that their differences are more precise than their values.
     """
     if runs is None:
         saves = sum(duration_s / (interval_s + regime.stall_s) for interval_s in intervals_s)
@@ -55,7 +55,7 @@ def simulate(
 
 
 def as_good_as_best(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The estimate with the highest goodput, and those that are within two standard errors of it, run by run."""
+    """The estimate with the highest goodput, and those within two standard errors of it, run by run."""
     best = max(estimates, key=lambda one: one.shares.progress)
 
     def is_close(one: Estimate) -> bool:
@@ -66,9 +66,9 @@ def as_good_as_best(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 
 def simulate_run(regime: Regime, interval_s: float, *, duration_s: float, failures: Iterable[float]) -> Shares:
-    """One run of `duration_s`, with failures at these times, in ascending order.
+    """Simulate one run of `duration_s` with failures at the given ascending times.
 
-    It begins with a step, and what is done at its end counts as saved.
+    The run starts with a step, and its work at the end counts as saved.
     """
     coming = iter(failures)
     failure = next(coming, math.inf)
@@ -100,11 +100,11 @@ class _Attempt(NamedTuple):
     restarting: float
     worked: float = 0.0
     saved: float = 0.0
-    """Of the work, what a whole checkpoint has."""
+    """Part of the work in a complete checkpoint."""
     stalled: float = 0.0
     leaving: float = 0.0
     has_left: bool = False
-    """By itself, with everything saved."""
+    """Whether it left at a stop, with everything saved."""
 
 
 def _run_attempt(

@@ -1,8 +1,8 @@
-"""What share of its time a run spends on progress when it fails now and then: closed forms, by checkpoint interval.
+"""Closed forms for the goodput of a run with failures, by checkpoint interval.
 
-A save stalls training for `stall_s` and is written in the background until `save_s` after it began; only then does it
-count, and only then may the next one begin. A failure throws away the work since the newest whole checkpoint.
-Failures come at random, independent of one another (Poisson), also while the run is being restarted.
+A save stalls training for `stall_s` and is written in the background until `save_s` after its start. Only then it
+counts, and the next one may start. A failure loses the work since the newest complete checkpoint. Failures are random
+and independent (Poisson), also during restarts.
 """
 
 import math
@@ -13,61 +13,61 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """What interrupts a run, and what saves and restarts take."""
+    """Interruptions of a run, and the cost of saves and restarts."""
 
     failures_per_s: float
-    """Of the whole run."""
+    """Failures of the whole run."""
     stall_s: float
     save_s: float
-    """At least `stall_s`."""
+    """Seconds until a save is complete, at least `stall_s`."""
     restart_s: float
-    """From a failure, or the end of the last job, to the first new step."""
+    """Seconds from a failure, or the end of the last job, to the first new step."""
     stop_every_s: float | None = None
-    """Time of a job, its start and last save included; None: no such stops. Unannounced: the mean of a random time."""
+    """Time of a job, including its start and last save; None: no stops. Unannounced: the mean of a random time."""
     stops_announced: bool = True
-    """A job knows when it must end, and saves before; otherwise a stop is one more kind of failure."""
+    """Whether jobs save before a stop; if not, a stop is a failure."""
 
     @property
     def losses_per_s(self) -> float:
-        """Of everything that throws work away."""
+        """Rate of all interruptions that lose work."""
         is_loss = self.stop_every_s is not None and not self.stops_announced
         return self.failures_per_s + (1 / self.stop_every_s if is_loss and self.stop_every_s else 0.0)
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between the interruptions that throw work away; infinite if there are none."""
+        """Mean time between interruptions that lose work; infinite if there are none."""
         return 1 / self.losses_per_s if self.losses_per_s else math.inf
 
     @property
     def shortest_interval_s(self) -> float:
-        """Of training between saves: the next one waits until the one before is written."""
+        """Least training time between saves: a save waits until the previous one is written."""
         return self.save_s - self.stall_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Of the wall time; together 1."""
+    """Shares of the wall time; their sum is 1."""
 
     progress: float
-    """The goodput: work that was saved, or done when the time was over."""
+    """The goodput: work that was saved, or done at the end."""
     stalls: float
     lost: float
-    """Work that was done again."""
+    """Repeated work."""
     restarts: float
     """After failures."""
     stops: float
-    """Announced stops: the last save, and the restart."""
+    """Announced stops: the last save and the restart."""
 
 
 def expected_shares(regime: Regime, interval_s: float) -> Shares:
-    """Of a long run with `interval_s` of training between saves.
+    """Shares of a long run with `interval_s` of training between saves.
 
-    Exact without announced stops. From one start to the next loss, at the rate r, a run is up for an exponentially
-    distributed time. It keeps a period of work if it is up until the save at the period's end is written: of later
-    ones a mean of 1 / (e^(r period) - 1) for each first one. Restarts that are hit themselves make that time and the
-    way back e^(r restart) / r together, as in Daly (2006), whose complete model this is for saves that only block.
+    Exact without announced stops. Between a start and the next loss, at the rate r, a run is up for an exponentially
+    distributed time. It keeps a period of work if it is up until the save at the period's end is written: on average
+    1 / (e^(r period) - 1) later periods for each first one. With failures during restarts, that time and the restarts
+    together take e^(r restart) / r, as in Daly (2006), whose complete model this is for saves that only block.
 
-    Announced stops take their share of the time once, and leave the rest as it is.
+    Announced stops take their share of the time once and leave the rest unchanged.
     """
     rate, stall_s = regime.losses_per_s, regime.stall_s
     # All means are per loss, that is per 1/rate of wall time; multiplied by the rate they are shares of it.
@@ -96,9 +96,9 @@ def expected_shares(regime: Regime, interval_s: float) -> Shares:
 
 
 def daly_interval_s(stall_s: float, mtbf_s: float) -> float:
-    """The interval of training between saves that costs least, by Daly (2006, doi 10.1016/j.future.2004.11.016).
+    """The optimal interval of training between saves, by Daly (2006, doi 10.1016/j.future.2004.11.016).
 
-    The first term is Young's (1974); the others matter where a save takes more than some hundredths of the MTBF.
+    The first term is Young's (1974); the others matter if a save takes more than a few hundredths of the MTBF.
     """
     if stall_s >= 2 * mtbf_s:
         return mtbf_s

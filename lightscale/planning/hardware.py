@@ -1,4 +1,4 @@
-"""The machines that predictions are made for: every number with what it means and where it comes from."""
+"""Hardware of the predictions: every number with its meaning and source."""
 
 import dataclasses
 import difflib
@@ -20,35 +20,39 @@ def _number(default: float, means: str, source: str = _ASSUMED) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Nodes of GPUs, and how much of their speed software reaches. Gbytes are 10^9 bytes."""
+    """Nodes of GPUs, and the shares of their speed that software reaches. Gbytes are 10^9 bytes."""
 
     name: str = "H100"
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Of the values that are not the defaults; by field."""
+    """Sources of non-default values, by field."""
 
-    gpus_per_node: int = _number(8, "GPUs of a node, each with a NIC of its own", _SHEET)
+    gpus_per_node: int = _number(8, "GPUs per node, each with its own NIC", _SHEET)
     peak_tflops: float = _number(989, "dense bf16 matrix products of a GPU, TFLOP/s", _SHEET)
     memory_gib: float = _number(79.6, "memory of a GPU, GiB", "nvidia-smi, H100 SXM")
-    reserved_gib: float = _number(6, "kept free for CUDA, NCCL and the allocator's gaps, GiB")
+    reserved_gib: float = _number(6, "reserved for CUDA, NCCL and fragmentation, GiB")
     memory_gbytes_s: float = _number(3350, "memory bandwidth of a GPU, Gbytes/s", _SHEET)
-    memory_share: float = _number(0.8, "share of it that kernels reach")
+    memory_share: float = _number(0.8, "share of the memory bandwidth that kernels reach")
     product_share: float = _number(0.65, "share of the peak that large matrix products reach")
-    softmax_share: float = _number(0.5, "the same for softmax attention", "between FlashAttention 2 and 3, published")
-    scan_share: float = _number(0.11, "the same for linear attention with a decay per head or none", _ROOFLINE)
-    gated_slowdown: float = _number(4, "times longer with a decay per channel", "published GLA kernels on A100")
-    forward_passes: float = _number(2, "reads and writes of each kept activation by elementwise work, forward")
-    backward_passes: float = _number(4, "the same, backward")
-    layer_launch_us: float = _number(200, "least time of a layer forward, for launching kernels, µs; twice backward")
+    softmax_share: float = _number(
+        0.5, "share of the peak that softmax attention reaches", "between FlashAttention 2 and 3, published"
+    )
+    scan_share: float = _number(
+        0.11, "share of the peak that linear attention reaches, decay per head or none", _ROOFLINE
+    )
+    gated_slowdown: float = _number(4, "slowdown factor of a decay per channel", "published GLA kernels on A100")
+    forward_passes: float = _number(2, "reads and writes per kept activation in elementwise work, forward")
+    backward_passes: float = _number(4, "reads and writes per kept activation, backward")
+    layer_launch_us: float = _number(200, "least time of a layer's kernel launches, forward, µs; twice backward")
     nvlink_gbytes_s: float = _number(450, "NVLink bandwidth of a GPU in one direction, Gbytes/s", _SHEET)
-    nvlink_pair_share: float = _number(0.45, "share of it between two ranks")
-    nvlink_collective_share: float = _number(0.67, "share of it in collectives within a node")
+    nvlink_pair_share: float = _number(0.45, "share of NVLink bandwidth between two ranks")
+    nvlink_collective_share: float = _number(0.67, "share of NVLink bandwidth in collectives within a node")
     nic_gbytes_s: float = _number(50, "bandwidth of a NIC in one direction, Gbytes/s", "400 Gbit/s, data sheet")
-    nic_pair_share: float = _number(0.8, "share of it between two ranks")
-    nic_state_share: float = _number(0.375, "share of all NICs of a node in flat collectives on states (MBs)")
-    nic_bulk_share: float = _number(0.75, "the same in collectives on gradients, weights, keys and values")
+    nic_pair_share: float = _number(0.8, "share of NIC bandwidth between two ranks")
+    nic_state_share: float = _number(0.375, "share of a node's NIC bandwidth in flat collectives on states (MB)")
+    nic_bulk_share: float = _number(0.75, "share of it in collectives on gradients, weights, keys and values")
     hop_us: float = _number(10, "latency of a message between two ranks, µs")
     collective_us: float = _number(35, "latency of a collective, µs")
-    exchange_overlap: float = _number(0.5, "share of an operator's time that runs while its states travel")
+    exchange_overlap: float = _number(0.5, "share of an operator's time that overlaps the exchange of states")
 
     def __post_init__(self) -> None:
         """UserError for a value that nothing can be worked out with."""
@@ -67,12 +71,12 @@ class Hardware:
 
     @property
     def memory_bytes_s(self) -> float:
-        """Bytes/s that kernels read and write."""
+        """Memory bandwidth of kernels, bytes/s."""
         return self.memory_gbytes_s * 1e9 * self.memory_share
 
     @property
     def usable_bytes(self) -> float:
-        """Memory of a GPU that a run may fill."""
+        """Memory of a GPU available to a run."""
         return (self.memory_gib - self.reserved_gib) * 2**30
 
     def assumptions(self) -> list[tuple[str, float, str, str]]:
@@ -104,7 +108,7 @@ HARDWARE = {"h100": H100, "a100": A100}
 def with_settings(hardware: Hardware, settings: Iterable[str]) -> Hardware:
     """`hardware` with NAME=VALUE `settings`.
 
-    Raises UserError for a name that is no number of `Hardware`, and for a value that cannot be.
+    Raises UserError for a name that is no number of `Hardware`, and for an invalid value.
     """
     known = {number.name: number for number in _numbers()}
     values: dict[str, float] = {}
@@ -113,7 +117,7 @@ def with_settings(hardware: Hardware, settings: Iterable[str]) -> Hardware:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise UserError(f"--set {setting}: no such hardware number; {hint}")
+            raise UserError(f"--set {setting}: unknown hardware number; {hint}")
         values[name] = _value(setting, text, whole=known[name].type is int)
     given = dict.fromkeys(values, "given by --set")
     return dataclasses.replace(hardware, sources={**hardware.sources, **given}, **values)  # type: ignore[arg-type]

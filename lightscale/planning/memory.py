@@ -1,4 +1,4 @@
-"""Memory of a training rank, from the configuration alone: an estimate, with what it counts and what it does not."""
+"""Estimate of a training rank's memory from the configuration alone, with its assumptions."""
 
 from dataclasses import dataclass, replace
 
@@ -22,66 +22,66 @@ class RankMemory:
     stage: int
     """From 0."""
     parameters: int
-    """Number of parameters that the rank holds."""
+    """Number of parameters on the rank."""
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
-    """Kept from the forward pass for the backward pass."""
+    """Bytes kept from the forward pass for the backward pass."""
     exchange_bytes: int
-    """Buffers of the exchange along `sequence`, and what is kept of it for the backward pass."""
+    """Buffers of the exchange along `sequence`, and its parts kept for the backward pass."""
     logits_bytes: int
-    """While the loss is computed."""
+    """Bytes during the computation of the loss."""
     block_bytes: int
-    """While the backward pass is in a block: its activations where they are computed again, and its gradients; without
-    what blocks behind it have given back. Of the block where that is most."""
+    """Bytes during the backward pass of a block: recomputed activations and gradients, minus the memory that later
+    blocks have released; of the block with the most."""
 
     @property
     def total_bytes(self) -> int:
-        """All of these, of the last two the larger: the loss is over when the first block begins."""
+        """Sum of all, with the larger of the last two: the loss has ended when the first block starts."""
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return states + self.activations_bytes + self.exchange_bytes + max(self.logits_bytes, self.block_bytes)
 
 
 def weight_bytes(config: RunConfig) -> int:
-    """Bytes of a weight or an activation; `auto` is taken as on a GPU, unless the device is the CPU."""
+    """Bytes of a weight or an activation; `auto` means a GPU unless the device is the CPU."""
     precision, device = config.train.precision, config.train.device
     return _FP32_BYTES if precision == "fp32" or (precision == "auto" and device == "cpu") else _BF16_BYTES
 
 
 def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
-    """What the estimate counts, in sentences; `searched`: for all ways to recompute, not only the configured one."""
+    """Assumptions of the estimate, in sentences; `searched`: for all kinds of recomputation, not the configured one."""
     fp32 = weight_bytes(config) == _FP32_BYTES
     state = optimizer_spec(config.optimizer).state_description
     precision = f"train.precision = {config.train.precision}, train.device = {config.train.device}"
     return [
         f"weights and activations in {'fp32' if fp32 else 'bf16'} ({precision})",
-        "gradients in fp32, whole on each data and sequence rank",
-        f"optimizer: {'' if fp32 else 'main weights and '}{state} in fp32, shared out over the data and sequence ranks",
+        "gradients in fp32, complete on each data and sequence rank",
+        f"optimizer: {'' if fp32 else 'main weights and '}{state} in fp32, sharded over the data and sequence ranks",
         *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
-        "exchange along sequence: the gathered states of one layer, and each layer's incoming state; of softmax "
+        "exchange along sequence: the gathered states of one layer, and each layer's incoming state; for softmax "
         "attention the keys and values of all ranks",
-        f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time; beside them the output layer's gradients, that "
-        "of its weight in fp32, and the last norm's input and output",
-        "backward pass of a block: its activations where they are computed again, less what blocks behind it kept, "
-        "which is gone by then; of gradients those of the GLU's two halves and of the residual stream, or those of all "
-        "gathered keys and values; and the output layer's. It comes after the loss: the larger of the two counts",
-        "not counted: fp32 intermediates within a layer, other buffers of communication, the allocator's gaps",
+        f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time, plus the output layer's gradients (of its "
+        "weight in fp32), and the last norm's input and output",
+        "backward pass of a block: its recomputed activations, minus the released ones of later blocks; the gradients "
+        "of the GLU's two halves and of the residual stream, or of all gathered keys and values; and those of the "
+        "output layer. It follows the loss: the larger of the two counts",
+        "not counted: fp32 intermediates within a layer, other communication buffers, fragmentation of the allocator",
     ]
 
 
 _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
-    "projections, gates, activated queries and keys, its output, and that behind norm and gate, where it has them; "
+    "projections, gates, activated queries and keys, its output before and after norm and gate, if it has them; "
     "decays, in fp32; a GLU's two halves and their product",
     "selective": "activations with selective recomputation: the same without those of the GLU",
-    "full": "activations with full recomputation: each block's input; of blocks beyond train.recompute_layers what is "
-    "kept without recomputation",
+    "full": "activations with full recomputation: each block's input; for blocks beyond train.recompute_layers the "
+    "same as without recomputation",
 }
 
 
 def rank_memory(config: RunConfig, layout: Layout, stage: int) -> RankMemory:
-    """What each rank of pipeline stage `stage` (from 0) holds, recomputing and exchanging as configured."""
+    """Memory of each rank of pipeline stage `stage` (from 0), with the configured recomputation and exchange."""
     hardware = replace(H100, gpus_per_node=config.parallel.ranks_per_node or H100.gpus_per_node)
     return stage_memory(
         config,
@@ -96,7 +96,7 @@ def rank_memory(config: RunConfig, layout: Layout, stage: int) -> RankMemory:
 
 
 def fullest_rank(config: RunConfig, layout: Layout) -> RankMemory:
-    """The stage whose ranks hold most."""
+    """Memory of the stage whose ranks hold most."""
     stages = [rank_memory(config, layout, stage) for stage in range(layout.pipeline)]
     return max(stages, key=lambda memory: memory.total_bytes)
 
@@ -112,7 +112,7 @@ def stage_memory(
     exchange: Exchange,
     hardware: Hardware,
 ) -> RankMemory:
-    """What each rank of pipeline stage `stage` (from 0) of `work` holds."""
+    """Memory of each rank of pipeline stage `stage` (from 0) of `work`."""
     size = weight_bytes(config)
     held = work.stages(tensor=layout.tensor, pipeline=layout.pipeline)[stage]
     parameters = held.parameters

@@ -1,4 +1,4 @@
-"""What a run would take, from its configuration alone: parameters, FLOPs, memory, what ranks exchange."""
+"""Predictions from a run's configuration alone: parameters, FLOPs, memory, exchanges between ranks."""
 
 import itertools
 from collections.abc import Iterator
@@ -26,67 +26,67 @@ class Parameters:
     """Number of parameters."""
 
     terms: dict[str, int]
-    """Outside the embedding, by kind."""
+    """Parameters outside the embedding, by kind."""
     embedding: int
     study: int | None
-    """Outside the embedding as the scaling-law study counts; None for hybrids and mixers that it does not know."""
+    """Parameters outside the embedding, as counted in the study; None for hybrids and mixers outside the study."""
     only_exact: dict[str, int]
-    """The terms that the study does not count."""
+    """Terms that the study does not count."""
 
     @property
     def rest(self) -> int:
-        """Outside the embedding, all terms: exactly what the built model has."""
+        """Parameters outside the embedding, all terms: exactly those of the built model."""
         return sum(self.terms.values())
 
     @property
     def total(self) -> int:
-        """With the embedding."""
+        """All parameters, including the embedding."""
         return self.embedding + self.rest
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateExchangeSize:
-    """What each rank contributes to an exchange of states along `sequence`, per layer and micro-batch.
+    """A rank's contribution to an exchange of states along `sequence`, per layer and micro-batch.
 
-    By `parallel.exchange`; the first and the last rank of a ring send only one way. With the last tokens of a segment
-    that a short convolution on the next one looks back to, which are gathered whatever the exchange.
+    It depends on `parallel.exchange`; the first and the last rank of a ring send in one direction only. It includes the
+    last tokens of a segment that a short convolution on the next one reads; these are always gathered.
     """
 
     mixer: str
-    """Or "tpe", or another part behind the embedding."""
+    """Name of the mixer, "tpe", or another part after the embedding."""
     layers: tuple[int, int] | None
-    """First and last of consecutive layers, from 0, of which the same is true; None: no layer's."""
+    """First and last of consecutive layers with the same sizes, from 0; None: not a layer."""
     forward_bytes: int | None
-    """None: the mixer has no state of constant size, what it exchanges grows with the sequence."""
+    """None: the mixer has no state of constant size, and its exchange grows with the sequence."""
     backward_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """All of it."""
+    """The predictions for a run."""
 
     layout: Layout
     parameters: Parameters
     study_flops: float | None
-    """Training FLOPs per step as the study counts them, without logits; None where it has no such architecture."""
+    """Training FLOPs per step without logits, as counted in the study; None for models outside the study."""
     mfu_flops: float
-    """Training FLOPs per step that MFU takes: the matrix products of projections, mixers, GLUs and logits."""
+    """Training FLOPs per step for MFU: the matrix products of projections, mixers, GLUs and logits."""
     tokens_per_step: int
     steps: int
     memory: RankMemory
-    """Of the ranks that hold most."""
+    """Memory of the ranks that hold most."""
     exchanges: tuple[StateExchangeSize, ...]
 
     @property
     def tokens(self) -> int:
-        """Of the whole run, in whole steps."""
+        """Tokens of the whole run, in whole steps."""
         return self.steps * self.tokens_per_step
 
 
 def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
-    """The plan of a run on `processes` ranks; None: as few as the layout allows.
+    """Plan a run on `processes` ranks; None: as few as the layout allows.
 
-    Raises UserError for an unknown mixer and for a layout that would not run, with one that would.
+    Raises UserError for an unknown mixer, and for an impossible layout, with a possible one.
     """
     check_model(config.model, config.parallel)
     layout = _layout(config, processes or _fewest_processes(config))
@@ -106,7 +106,7 @@ def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
 
 
 def count_parameters(model: ModelConfig) -> Parameters:
-    """Both counts of a model's parameters."""
+    """Count a model's parameters, exactly and as in the study."""
     terms = parameter_terms(model)
     embedding = terms.pop(EMBEDDING)
     return Parameters(terms=terms, embedding=embedding, study=study_parameters(model), only_exact=exact_only(terms))

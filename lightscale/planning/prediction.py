@@ -1,4 +1,4 @@
-"""What the cost model predicts: the seconds of a step, part by part, and the memory of a GPU."""
+"""Predictions of the cost model: the seconds of a step, part by part, and the memory of a GPU."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,24 @@ from lightscale.planning.memory import RankMemory
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds that one rank spends on a micro-batch, or on a step."""
+    """Seconds of one rank for a micro-batch or a step."""
 
     products_s: float = 0.0
-    """Matrix products with weights, the output layer's too."""
+    """Matrix products with weights, including the output layer."""
     operators_s: float = 0.0
-    """What mixers do between their projections."""
+    """Operators of mixers, between their projections."""
     elementwise_s: float = 0.0
-    """Norms, activations, gates, residual sums and the cross entropy: traffic of memory."""
+    """Norms, activations, gates, residual sums and cross entropy, bound by memory traffic."""
     replay_s: float = 0.0
     """Recomputation of activations."""
     launch_s: float = 0.0
-    """Waiting for kernels to be launched."""
+    """Waiting for kernel launches."""
     tensor_s: float = 0.0
-    """Waiting for communication along `tensor`."""
+    """Exposed communication along `tensor`."""
     sequence_s: float = 0.0
-    """Waiting for communication along `sequence`."""
+    """Exposed communication along `sequence`."""
     tensor_total_s: float = 0.0
-    """All communication along `tensor`, also what hides behind work."""
+    """Total communication along `tensor`, including the overlapped part."""
     sequence_total_s: float = 0.0
 
     def __add__(self, other: "Times") -> "Times":
@@ -42,37 +42,37 @@ class Times:
 
     @property
     def busy_s(self) -> float:
-        """Compute, and communication that is waited for."""
+        """Compute plus exposed communication."""
         return self.compute_s + self.tensor_s + self.sequence_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One layout, and what a step on it would take."""
+    """A layout and the prediction of a step on it."""
 
     layout: Layout
     recompute: Recompute
     recompute_layers: int | None
-    """Of each stage, as `train.recompute_layers`."""
+    """Recomputed layers per stage, as `train.recompute_layers`."""
     exchange: Exchange
     sequence_length: int
     work: Times
-    """Of a rank of the slowest stage, in a step."""
+    """Times of a rank of the slowest stage, per step."""
     bubble_s: float
-    """Waiting of a stage for its first and last micro-batch."""
+    """Wait of a stage for its first and last micro-batch."""
     messages_s: float
-    """Messages between stages that are waited for."""
+    """Exposed messages between stages."""
     data_s: float
-    """Reducing gradients and gathering weights, as far as it is waited for."""
+    """Exposed time to reduce gradients and to gather weights."""
     data_total_s: float
     optimizer_s: float
     memory: RankMemory
-    """Of the ranks that hold most."""
+    """Memory of the ranks that hold most."""
     fits: bool
     flops: float
-    """Training FLOPs of a step, as for MFU."""
+    """Training FLOPs per step, as for MFU."""
     peak_flops: float
-    """Of a GPU, per second."""
+    """Peak FLOP/s of a GPU."""
 
     @property
     def step_s(self) -> float:
@@ -81,25 +81,25 @@ class Prediction:
 
     @property
     def exposed_s(self) -> float:
-        """Communication, and waiting for other stages, that nothing hides."""
+        """Exposed communication, and waits for other stages."""
         return self.work.tensor_s + self.work.sequence_s + self.bubble_s + self.messages_s + self.data_s
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of a step."""
+        """Sequences per step."""
         return self.layout.data * self.layout.micro_batch_size * self.layout.num_microbatches
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens per step, over all ranks."""
         return self.global_batch_size * self.sequence_length
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second, over all GPUs."""
         return self.tokens_per_step / self.step_s
 
     @property
     def mfu(self) -> float:
-        """Share of the peak that the model's own FLOPs take."""
+        """Model FLOPs utilization: the model's FLOPs as a share of the peak."""
         return self.flops / (self.step_s * self.layout.world_size * self.peak_flops)

@@ -1,8 +1,8 @@
-"""The scaling-law study of linear-complexity language models (arXiv 2406.16690): its own counts, and its Table 7.
+"""The scaling-law study of linear-complexity language models (arXiv 2406.16690): its counts, and its Table 7.
 
-These are the counts that its scaling laws are fitted to: parameters without the embedding, and training FLOPs per
-step without the logits. They are not what a model needs: MFU takes `lightscale.models.flops`. As in the study, 2 stands
-for a multiplication and addition, 3 for forward and backward, and kernels compute chunks of B = d/h tokens.
+Its scaling laws are fitted to these counts: parameters without the embedding, and training FLOPs per step without the
+logits. They are not a model's actual FLOPs: MFU uses `lightscale.models.flops`. As in the study, a multiplication and
+an addition count 2, forward and backward together 3, and kernels compute chunks of B = d/h tokens.
 """
 
 from collections.abc import Callable
@@ -23,22 +23,22 @@ _NOT_COUNTED = (NORM_WEIGHTS, LRPE_ANGLES, DECAYS_TERM)
 
 @dataclass(frozen=True, kw_only=True)
 class Symbols:
-    """The study's notation; l and b are written out."""
+    """The study's notation; l and b have full names."""
 
     layers: int
     d: int
     h: int
     g: int
     t: int
-    """Rank of the output gate, 0 without."""
+    """Rank of the output gate; 0: no gate."""
     e: int
     """Decays of the Toeplitz positional encoding."""
     chunk: int
-    """Tokens that a kernel computes together; the study calls it B."""
+    """Tokens per chunk of a kernel; B in the study."""
     n: int = 0
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch: int = 0
-    """Sequences of a step."""
+    """Sequences per step."""
 
     @staticmethod
     def of(model: ModelConfig, *, n: int = 0, batch: int = 0) -> "Symbols":
@@ -58,12 +58,12 @@ class Symbols:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How the study counts one architecture."""
+    """The study's counts of one architecture."""
 
     parameters: Callable[[Symbols], int]
-    """What a model has beyond projections and GLUs, 4 l d² + 3 l d g."""
+    """Parameters beyond projections and GLUs, 4 l d² + 3 l d g."""
     mixer_flops: Callable[[Symbols], float] | None = None
-    """Forward FLOPs of one layer's mixer on one sequence; None: the study has no such architecture."""
+    """Forward FLOPs of one layer's mixer on one sequence; None: not in the study."""
     more_flops: Callable[[Symbols], float] = lambda s: 0.0
     """Training FLOPs of a step outside the layers."""
 
@@ -131,7 +131,7 @@ def _counts(model: ModelConfig) -> Counts | None:
 
 
 def study_parameters(model: ModelConfig) -> int | None:
-    """Parameters as the study counts them, without the embedding; None for what it cannot count."""
+    """Parameters without the embedding, as counted in the study; None for models outside it."""
     counts = _counts(model)
     if counts is None:
         return None
@@ -140,12 +140,12 @@ def study_parameters(model: ModelConfig) -> int | None:
 
 
 def exact_only(terms: dict[str, int]) -> dict[str, int]:
-    """Of a model's exact `terms`, those that the study does not count."""
+    """Terms of a model's exact `terms` that the study does not count."""
     return {name: count for name, count in terms.items() if name in _NOT_COUNTED}
 
 
 def study_training_flops(model: ModelConfig, *, sequence_length: int, batch_size: int) -> float | None:
-    """Training FLOPs of one step as the study counts them, without the logits; None for what is not in the study."""
+    """Training FLOPs per step without the logits, as counted in the study; None for models outside it."""
     counts = _counts(model)
     if counts is None or counts.mixer_flops is None:
         return None
@@ -156,11 +156,11 @@ def study_training_flops(model: ModelConfig, *, sequence_length: int, batch_size
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedForm:
-    """Table 1 of the study for one architecture: with g = 8/3 d and chunks of d/h, without the embedding."""
+    """Table 1 of the study for one architecture, with g = 8/3 d and chunks of d/h, without the embedding."""
 
     parameters: str
     training_flops: str
-    """Of a step: b sequences of n tokens."""
+    """Per step of b sequences of n tokens."""
     count_parameters: Callable[[Symbols], float]
     count_flops: Callable[[Symbols], float]
 
@@ -224,7 +224,7 @@ TABLE_7: dict[str, dict[str, Published]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A number computed here beside the published one, which has one decimal."""
+    """A number computed here and the published one, which has one decimal."""
 
     computed: float
     published: float
@@ -253,22 +253,22 @@ class StudyRow:
     step_petaflops: Comparison
     """Tolerance: 3 % or 0.08 petaFLOPs."""
     closed_parameters_millions: float
-    """By the closed form of Table 1, which takes g for 8/3 d."""
+    """By the closed form of Table 1, with g = 8/3 d."""
     closed_step_petaflops: float
 
     @property
     def agrees(self) -> bool:
-        """Whether both numbers do."""
+        """Whether both numbers agree."""
         return self.parameters_millions.agrees and self.step_petaflops.agrees
 
 
 def study_table(configs: Path) -> list[StudyRow]:
-    """Table 7 from the run files ARCHITECTURE-SIZE.toml in the folder `configs`, size by size.
+    """Compute Table 7 from the run files ARCHITECTURE-SIZE.toml in the folder `configs`, size by size.
 
-    Raises UserError where one of them is missing.
+    Raises UserError if one of them is missing.
     """
     if not configs.is_dir():
-        raise UserError(f"{configs}: there is no such folder; the study's run files are in configs of the repository")
+        raise UserError(f"{configs}: no such folder; use configs of the repository, which has the study's run files")
     by_architecture = {
         name: [_study_row(configs, name, size, row) for size, row in rows.items()] for name, rows in TABLE_7.items()
     }

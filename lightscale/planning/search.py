@@ -1,4 +1,4 @@
-"""Finds the layouts of a model on nodes of GPUs that are predicted to be fastest."""
+"""Search for the layouts of a model on nodes of GPUs with the fastest prediction."""
 
 import functools
 from bisect import bisect_left
@@ -26,12 +26,12 @@ _CHOICES = {"recompute": RECOMPUTE, "exchange": EXCHANGES}
 # A larger micro-batch must be predicted to be faster by this share: predictions know no smaller differences.
 _LEAST_GAIN = 0.01
 MOST_NODES = 1024
-"""Where `least_nodes` gives up."""
+"""Upper limit of `least_nodes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What is not searched."""
+    """Choices that are fixed, not searched."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
     micro_batch_size: int | None = None
@@ -40,9 +40,9 @@ class Fixed:
 
     @staticmethod
     def parse(text: str) -> "Fixed":
-        """Of text like `tensor=2,sequence=16,recompute=full`.
+        """Parse text such as `tensor=2,sequence=16,recompute=full`.
 
-        Raises UserError for what is no axis or choice, and for a value that it cannot have.
+        Raises UserError for an unknown name and for an invalid value.
         """
         counts: dict[str, int] = {}
         choices: dict[str, str] = {}
@@ -52,10 +52,10 @@ class Fixed:
                 counts[name] = int(value)
             elif name in _COUNTS:
                 what = "sequences" if name == "micro_batch_size" else "ranks"
-                raise UserError(f"--layout {shortened(entry)}: {name} must be a number of {what}, like {name}=2")
+                raise UserError(f"--layout {shortened(entry)}: {name} must be a number of {what}, such as {name}=2")
             elif name not in _CHOICES:
                 raise UserError(
-                    f"--layout {entry}: expected {', '.join((*_COUNTS, *_CHOICES))}, like tensor=2,sequence=16"
+                    f"--layout {entry}: use {', '.join((*_COUNTS, *_CHOICES))}, such as tensor=2,sequence=16"
                 )
             elif value not in _CHOICES[name]:
                 raise UserError(f"--layout {entry}: {name} must be one of {', '.join(_CHOICES[name])}")
@@ -68,13 +68,13 @@ class Fixed:
 def best_layouts(
     config: RunConfig, *, nodes: int, sequence_length: int, hardware: Hardware, fixed: Fixed
 ) -> list[Prediction]:
-    """All layouts that `fixed` leaves open, those that fit first, the fastest of them first; [] if there is none.
+    """All layouts allowed by `fixed`: those that fit first, in order of speed; [] if there is none.
 
-    On the configuration's own length its batch is kept exactly; only where no such layout fits it may be another within
-    `BATCH_TOLERANCE`, and the smallest change comes first. On another length the batch is another in any case: the
-    tokens of a step stay within `BATCH_TOLERANCE`, or are those of one sequence. `check_layout` accepts all layouts.
-    The micro-batch is the smallest than which none is clearly faster; of the ways to recompute that fit, a layout takes
-    the fastest: nothing, the GLUs, or as few whole layers as it can.
+    At the configuration's own length its batch stays exact. If no such layout fits, the batch may change within
+    `BATCH_TOLERANCE`, smallest change first. At another length the tokens per step stay within `BATCH_TOLERANCE`, or
+    are those of one sequence. `check_layout` accepts all layouts. The micro-batch is the smallest without a clearly
+    faster alternative. Each layout uses the fastest recomputation that fits: none, the GLUs, or as few whole layers as
+    possible.
     """
     search = _Search(config, nodes * hardware.gpus_per_node, sequence_length, hardware, fixed)
     own_length = sequence_length == config.data.sequence_length
@@ -94,7 +94,7 @@ def best_layouts(
 def least_nodes(
     config: RunConfig, *, more_than: int, sequence_length: int, hardware: Hardware, fixed: Fixed
 ) -> int | None:
-    """The smallest number of nodes above `more_than` on which a layout fits; None: none up to `MOST_NODES`."""
+    """Smallest number of nodes above `more_than` on which a layout fits; None: none up to `MOST_NODES`."""
     for nodes in range(more_than + 1, MOST_NODES + 1):
         search = _Search(config, nodes * hardware.gpus_per_node, sequence_length, hardware, fixed)
         if search.any_fits():
@@ -103,7 +103,7 @@ def least_nodes(
 
 
 def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardware: Hardware, fixed: Fixed) -> UserError:
-    """Why there is no layout at all."""
+    """The error that explains why there is no layout."""
     gpus = nodes * hardware.gpus_per_node
     parallel = ParallelConfig.model_validate(fixed.axes)
     inner = parallel.tensor * parallel.pipeline * parallel.sequence
@@ -125,13 +125,13 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
         config, nodes=nodes, sequence_length=sequence_length, hardware=hardware, fixed=replace(fixed, exchange=None)
     ):
         return UserError(
-            f"--layout exchange=two_level: no layout of {gpus} GPUs has the same number of ranks of a sequence on "
-            f"every node of {hardware.gpus_per_node}; use exchange=gather"
+            f"--layout exchange=two_level: no layout of {gpus} GPUs has equal numbers of sequence ranks on all nodes "
+            f"of {hardware.gpus_per_node}; use exchange=gather"
         )
     return UserError(
-        f"no layout of {gpus} GPUs trains on sequences of {sequence_length} tokens with the {config.tokens_per_step} "
-        f"tokens a step of the configuration, {BATCH_TOLERANCE:.0%} more or less: heads, layers and sequences cannot "
-        "be divided further; use fewer --nodes or a larger train.global_batch_size"
+        f"no layout of {gpus} GPUs trains on sequences of {sequence_length} tokens with the configuration's "
+        f"{config.tokens_per_step} tokens per step (±{BATCH_TOLERANCE:.0%}): heads, layers and sequences do not divide "
+        "further; use fewer --nodes or a larger train.global_batch_size"
     )
 
 
@@ -155,7 +155,7 @@ class _Search:
         self.on_length = config.model_copy(update={"data": data})
 
     def predictions(self, *, exact: bool) -> list[Prediction]:
-        """One for each layout and exchange; `exact`: with the configuration's tokens a step, else with others."""
+        """Predictions per layout and exchange; `exact`: with the configuration's tokens per step, else with others."""
         found = []
         for sizes in self._layouts(exact=exact):
             layout: Layout | None = None
@@ -167,7 +167,7 @@ class _Search:
         return found
 
     def any_fits(self) -> bool:
-        """Whether a layout fits, at the least by recomputing everything."""
+        """Whether any layout fits, with full recomputation if necessary."""
         how = RECOMPUTE[-1] if self.fixed.recompute is None else self.fixed.recompute
         return any(
             self.model.fits(self.model.memory(sizes[0], recompute=how, exchange=exchange))

@@ -1,10 +1,10 @@
-"""Predicts the time of a training step on a layout of GPUs: compute by rooflines, communication by closed forms.
+"""Predicts the time of a training step on a layout of GPUs: rooflines for compute, closed forms for communication.
 
     step = (work of the slowest stage) * micro-batches + bubble + messages between stages
-           + what of the gradients and weights does not hide behind work + optimizer
+           + exposed communication of gradients and weights + optimizer
 
-Work is compute and whatever of the tensor and sequence communication does not hide behind it. Nothing here was
-measured: `Hardware` and `assumptions` say what it rests on.
+Work is compute plus the exposed tensor and sequence communication. Nothing here is measured: `Hardware` and
+`assumptions` list the inputs.
 """
 
 import math
@@ -34,21 +34,21 @@ _BUCKET, _BUCKET_PER_RANK = 40e6, 1e6
 
 
 def assumptions() -> list[str]:
-    """What the prediction takes for granted beside the numbers of `Hardware`, in sentences."""
+    """Assumptions of the prediction in addition to the numbers of `Hardware`, in sentences."""
     return [
-        "every rank and link runs at the same, constant speed; sequences are full; nothing is read from disk",
-        "tensor: gathers and reduce-scatters of activations are waited for, except in the backward pass of the layers "
-        "that split their output, where they run beside matrix products",
-        "sequence: states by gather or two_level are waited for in every layer, less what is computed meanwhile: "
-        "queries and gates, and a share of the operator; by ring they delay each rank behind the one before once per "
-        "pass, because nothing else makes the ranks wait for each other, but in every layer that reads both ways",
-        "softmax attention gathers all keys and values, and if it is causal is as slow as the last rank, which sees "
-        "almost twice the mean number of tokens; masks by position, never a matrix of them",
+        "all ranks and links run at the same constant speed; sequences are full; nothing is read from disk",
+        "tensor: gathers and reduce-scatters of activations block, except in the backward pass of layers that split "
+        "their output, where they overlap matrix products",
+        "sequence: gather and two_level block in every layer, minus the overlapped work: queries and gates, and a "
+        "share of the operator; ring delays each rank behind the one before, once per pass (nothing else synchronizes "
+        "the ranks), or in every bidirectional layer",
+        "softmax attention gathers all keys and values; if causal, it is as slow as the last rank, which sees "
+        "almost twice the mean number of tokens; it masks by position, without a mask matrix",
         "pipeline: 1F1B without virtual stages; messages between stages are not overlapped",
-        "data: gradients (fp32) and weights travel by buckets beside the last backward and the first forward pass of a "
-        "step; one bucket of each is waited for",
-        "full recomputation repeats a block's forward pass, selective its GLU's; exchanges of states are not repeated, "
-        "gathers of keys and values are",
+        "data: gradients (fp32) and weights travel in buckets, overlapping the last backward and the first forward "
+        "pass of a step; one bucket of each is exposed",
+        "full recomputation repeats a block's forward pass, selective recomputation its GLU's; gathers of keys and "
+        "values are repeated, exchanges of states are not",
     ]
 
 
@@ -56,7 +56,7 @@ class CostModel:
     """Predictions for one configuration's model on sequences of one length.
 
     Args:
-        config: model and precision are taken from it, its layout and length are not.
+        config: source of model and precision; its layout and length are ignored.
         sequence_length: in tokens.
         hardware: the machines.
     """
@@ -75,7 +75,7 @@ class CostModel:
     def memory(
         self, layout: Layout, *, recompute: Recompute, recompute_layers: int | None = None, exchange: Exchange
     ) -> RankMemory:
-        """What the ranks hold that hold most."""
+        """Memory of the ranks that hold most."""
         key = layout, recompute, recompute_layers, exchange
         if key not in self._memory:
             stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
@@ -98,7 +98,7 @@ class CostModel:
         return self._memory[key]
 
     def fits(self, memory: RankMemory) -> bool:
-        """Whether a GPU has that much."""
+        """Whether a GPU has enough memory."""
         return memory.total_bytes <= self.hardware.usable_bytes
 
     def predict(
@@ -109,7 +109,7 @@ class CostModel:
         recompute_layers: int | None = None,
         exchange: Exchange = "gather",
     ) -> Prediction:
-        """What a step on `layout` takes."""
+        """Predict a step on `layout`."""
         cost = _MicroBatchCost(self, layout, recompute, recompute_layers, exchange)
         stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
         distinct = {stage.kind: stage for stage in stages}
@@ -151,7 +151,7 @@ class _Exchange(NamedTuple):
 
     time_s: float
     beside_s: float
-    """Work that is computed meanwhile."""
+    """Work that overlaps."""
     both_ways: bool
 
 
@@ -180,7 +180,7 @@ class _MicroBatchCost:
         self.replicas = RankGroup(ranks=layout.sequence * layout.data, stride=layout.tensor, hardware=self.hw)
 
     def forward(self, stage: StageWork) -> Times:
-        """A forward pass of `stage`."""
+        """Times of a forward pass of `stage`."""
         times = self._states(stage, backward=False)
         for layer, count in Counter(stage.layers).items():
             compute = self._compute(layer)
@@ -191,7 +191,7 @@ class _MicroBatchCost:
         return times + self._ends(stage, backward=False)
 
     def backward(self, stage: StageWork) -> Times:
-        """A backward pass of `stage`, recomputation included."""
+        """Times of a backward pass of `stage`, including recomputation."""
         times = self._states(stage, backward=True)
         for layer, count in Counter(stage.layers).items():
             once = self._compute(layer)
@@ -360,7 +360,7 @@ class _MicroBatchCost:
         return self.hw.exchange_overlap * operator_s * (2 if backward else 1)
 
     def messages_s(self) -> float:
-        """Activations and their gradients between stages, of all micro-batches."""
+        """Time of messages between stages (activations and gradients) of all micro-batches."""
         stages = self.layout.pipeline
         if stages == 1:
             return 0.0
@@ -371,7 +371,7 @@ class _MicroBatchCost:
         return 2 * message_s * (stages - 1 + self.layout.num_microbatches - 1)
 
     def data(self, stage: StageWork, forward_s: float, backward_s: float) -> tuple[float, float]:
-        """(waited for, in all): reducing gradients beside `backward_s` and gathering weights beside `forward_s`."""
+        """(exposed, total) time to reduce gradients beside `backward_s` and to gather weights beside `forward_s`."""
         ranks = self.replicas.ranks
         if ranks == 1:
             return 0.0, 0.0
@@ -389,7 +389,7 @@ class _MicroBatchCost:
         return waited_s, total_s
 
     def optimizer_s(self, stage: StageWork) -> float:
-        """The optimizer on this rank's share, and the global norm of the gradients."""
+        """Time of the optimizer on this rank's share, and of the global gradient norm."""
         share = stage.parameters / self.replicas.ranks
         norm_s = self.hw.collective_us * 1e-6 if self.layout.world_size > 1 else 0.0
         return share * self.optimizer.step_traffic_bytes / self.hw.memory_bytes_s + norm_s

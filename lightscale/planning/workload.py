@@ -1,4 +1,4 @@
-"""What a model's layers and stages compute, hold and exchange, in numbers per token: what predictions are made of."""
+"""Inputs of predictions: compute, memory and exchanges of a model's layers and stages, in numbers per token."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,21 +27,21 @@ def mixer_operator(model: ModelConfig, layer: int) -> Operator:
     """The operator of layer `layer` (from 0).
 
     Raises:
-        UserError: an unknown mixer, an operator that is not described, or one of a cost class without a speed.
+        UserError: for an unknown mixer, an operator without description, or a cost class without a speed.
     """
     name = model.layers[layer]
     operator = get_operator(mixer_spec(name).layer_operator(model, layer))
     if operator.cost not in _COSTS:
         able = ", ".join(cost.value for cost in _COSTS)
         raise UserError(
-            f"mixer {name!r}: its operator {operator.name!r} has cost class {operator.cost.value!r}, for which a "
-            f"mixer's time cannot be predicted; use one of: {able}"
+            f"mixer {name!r}: operator {operator.name!r} has cost class {operator.cost.value!r}, whose time cannot be "
+            f"predicted; use one of: {able}"
         )
     return operator
 
 
 def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "none") -> int:
-    """Numbers that layer `layer` (from 0) keeps per token for the backward pass; see `memory.assumptions`."""
+    """Numbers per token that layer `layer` (from 0) keeps for the backward pass; see `memory.assumptions`."""
     d, g = model.hidden_size, model.intermediate_size
     if recompute == "full":
         return d
@@ -83,33 +83,33 @@ def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWork:
-    """One layer, per token and for the whole width; FLOPs are those of a forward pass.
+    """One layer, per token and for the whole width; FLOPs of a forward pass.
 
-    Layers that are alike are one object (`Workload.layers`): the search of layouts compares them often.
+    Equal layers are one object (`Workload.layers`): the search of layouts compares them often.
     """
 
     mixer_flops: float
     """Matrix products with the mixer's weights: projections and gates."""
     query_flops: float
-    """Those among them that run while states travel: of queries and gates."""
+    """Part of them that runs while states travel: queries and gates."""
     glu_flops: float
     """Matrix products with the GLU's weights."""
     operator_flops: float
-    """What the mixer does between its projections."""
+    """FLOPs of the operator, between the mixer's projections."""
     cost: CostClass
-    """What bounds the operator's time."""
+    """Bound of the operator's time."""
     values: tuple[int, ...]
-    """Activations kept, for each of `RECOMPUTE`."""
+    """Kept activations, for each of `RECOMPUTE`."""
     fp32_values: tuple[int, ...]
-    """Those kept beside them in fp32."""
+    """Kept activations in fp32, in addition."""
     num_column_parallel: int
-    """Linear layers that split their output over the tensor ranks, the gate apart; two split their input."""
+    """Linear layers that split their output over the tensor ranks, without the gate; two split their input."""
     gate_rank: int
-    """Inner width of a low-rank gate, 0 without."""
+    """Inner width of a low-rank gate; 0: none."""
     norms_output: bool
     """See `MixerSpec.norms_output`."""
     exchange: tuple[int, int] | None
-    """See `MixerSpec.exchange_values`; None for a mixer whose state is all tokens."""
+    """See `MixerSpec.exchange_values`; None for a mixer with all tokens as its state."""
     num_exchanges: int
     """See `MixerSpec.num_exchanges`."""
     state_heads: int
@@ -121,20 +121,20 @@ class LayerWork:
     gathered: int
     """See `MixerSpec.gathered_values`; 0 for a mixer with a state of constant size."""
     is_causal: bool
-    """Whether tokens see no later ones."""
+    """Whether tokens see no later tokens."""
 
     def kept_bytes(self, recompute: Recompute, size: int, *, gathers: bool = False) -> int:
-        """Bytes of the activations kept, with weights of `size` bytes; `gathers`: from other sequence ranks."""
+        """Bytes of kept activations, with weights of `size` bytes; `gathers`: from other sequence ranks."""
         kept = RECOMPUTE.index(recompute)
         # Keys and values as projected and rotated keys make way for those of all ranks, which count as exchanged.
         own = 3 * self.gathered // 2 if gathers and recompute != "full" else 0
         return size * (self.values[kept] - own) + _FP32_BYTES * self.fp32_values[kept]
 
     def backward_bytes(self, size: int, *, gathered_by: int = 1) -> int:
-        """Bytes that the backward pass holds beside the activations when it holds most.
+        """Peak bytes of the backward pass in addition to the activations.
 
-        In the GLU: the gradients of its two halves, and that of the residual stream; the product's takes the product's
-        place. Or in attention, when the GLU's activations are gone: the gradients of keys and values of all
+        In the GLU: the gradients of its two halves and of the residual stream; the product's gradient replaces the
+        product. Or in attention, after the release of the GLU's activations: the gradients of keys and values of all
         `gathered_by` ranks.
         """
         whole, without_glu, stream = self.values
@@ -148,29 +148,29 @@ class LayerWork:
 
     @property
     def has_state(self) -> bool:
-        """Whether a state of constant size stands for all tokens before."""
+        """Whether a state of constant size represents all tokens before."""
         return self.exchange is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """One pipeline stage, and what each of its tensor ranks holds."""
+    """One pipeline stage, as held by each of its tensor ranks."""
 
     layers: tuple[LayerWork, ...]
     parameters: int
-    """Number of parameters of a rank."""
+    """Number of parameters per rank."""
     first: bool
-    """Has the embedding, and the positional encoding behind it."""
+    """Whether it has the embedding and the positional encoding after it."""
     last: bool
-    """Has the output layer."""
+    """Whether it has the output layer."""
 
     def recomputed(self, recompute: Recompute, num_layers: int | None) -> tuple[LayerWork, ...]:
-        """The layers that `recompute` concerns: the first `num_layers`, or all."""
+        """The layers that `recompute` applies to: the first `num_layers`, or all."""
         return () if recompute == "none" else self.layers[:num_layers]
 
     @property
     def kind(self) -> tuple[tuple[LayerWork, ...], bool, bool]:
-        """What its passes take depends on this alone: most stages in the middle are alike."""
+        """Key of its times: most stages in the middle are equal."""
         return self.layers, self.first, self.last
 
 
@@ -184,23 +184,23 @@ class Workload:
 
     @cached_property
     def layers(self) -> tuple[LayerWork, ...]:
-        """First to last."""
+        """Layers, first to last."""
         alike: dict[tuple[object, ...], LayerWork] = {}
         made = [self._layer(layer) for layer in range(self.model.num_layers)]
         return tuple(alike.setdefault(tuple(vars(layer).values()), layer) for layer in made)
 
     @cached_property
     def embedding_parts(self) -> tuple[type[EmbeddingPartSpec], ...]:
-        """What stands behind the word embedding, such as a positional encoding."""
+        """Parts after the word embedding, such as a positional encoding."""
         return tuple(part for part in shared_specs(self.model) if issubclass(part, EmbeddingPartSpec))
 
     @cached_property
     def embedding_part_flops(self) -> float:
-        """Of the parts behind the embedding, forward and per token; 0 without."""
+        """Forward FLOPs per token of the parts after the embedding; 0 without any."""
         return sum(part.forward_flops_per_token(self.model) for part in self.embedding_parts)
 
     def summary(self, layer: LayerWork, tensor: int) -> Summary:
-        """What each of `tensor` ranks exchanges for `layer`, which has a state."""
+        """Summary that each of `tensor` ranks exchanges for `layer`, which has a state."""
         assert layer.exchange is not None
         return Summary.of_mixer(
             layer.state_heads,
@@ -211,7 +211,7 @@ class Workload:
         )
 
     def embedding_part_summaries(self, tensor: int) -> dict[str, Summary]:
-        """What each of `tensor` ranks exchanges for the parts behind the embedding that have a state."""
+        """Summaries that each of `tensor` ranks exchanges for parts after the embedding with a state."""
         sent = {part.name: part.exchange_values(self.model) for part in self.embedding_parts}
         return {
             name: Summary(heads=values.channels // tensor, state=values.state // tensor, whole=values.whole)

@@ -1,10 +1,10 @@
-"""Jobs that follow a run: they evaluate its checkpoints as they come, and none is removed before they are done with it.
+"""Jobs that follow a run and evaluate each new checkpoint; the run keeps checkpoints until its followers are done.
 
-    RUN/evaluation/followers/HOST-PID.json      a follower: the tasks, the steps that it has done, and the one it is at
+    RUN/evaluation/followers/HOST-PID.json      a follower: its tasks, the steps done, and the current step
 
-A follower renews its file every few seconds, also while it computes. One that has not for a minute is dead, and keeps
-nothing any more; its file stays for the next follower to remove. Ages are compared with that of a file written just
-now, so that no machine's clock matters.
+A follower renews its file every few seconds, also while it computes. A file without renewal for a minute belongs to a
+dead follower and keeps no checkpoint; the next follower removes it. Ages are compared with the age of a new file, so
+that no machine's clock matters.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ class _Record:
 
     tasks: list[str]
     done: list[int] = field(default_factory=list)
-    """Steps of checkpoints that it needs no more; it needs all others."""
+    """Steps of checkpoints that it no longer needs; it needs all others."""
     at: int | None = None
-    """The step that it evaluates now."""
+    """The step in evaluation."""
 
 
 class Follower:
@@ -67,13 +67,13 @@ class Follower:
             self._path.unlink(missing_ok=True)
 
     def set_done(self, steps: Collection[int]) -> None:
-        """Say that only checkpoints of other steps are needed from now on."""
+        """Record that the checkpoints of ``steps`` are no longer needed."""
         if sorted(steps) != self._record.done or self._record.at is not None:
             self._record.done, self._record.at = sorted(steps), None
             self._write()
 
     def take(self, step: int) -> bool:
-        """Whether this follower, and no other with one of its tasks, evaluates ``step`` now."""
+        """Try to claim ``step``; False if another follower with one of the same tasks evaluates it."""
         self._record.at = step
         self._write()
         # Written before the others are read: of two that want one step at once, at least one sees the other.

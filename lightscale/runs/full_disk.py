@@ -1,7 +1,7 @@
-"""Records of a run while their disk does not take them: held back, which is reported once, and training goes on.
+"""Records of a run on a full disk: kept in memory and reported once, while training continues.
 
-A full disk often passes, as somebody frees space; so does one that was made read-only, or forbidden, for a while.
-Records are small, so that memory holds those of days.
+A full disk often recovers when somebody frees space; so does one that is read-only or forbidden for a while. Records
+are small: memory holds those of days.
 """
 
 import errno
@@ -22,18 +22,18 @@ _PATIENCE_S, _PAUSE_S = 900.0, 1.0
 
 
 class MayNotWrite(UserError):
-    """The user has no permission to write a record: a mistake at a start, and something that may pass later."""
+    """The user has no permission to write a record: an error at a start, perhaps temporary later."""
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether it is of a disk that is full, or does not let anybody write just now."""
+    """Whether `error` comes from a disk that is full or not writable, perhaps for a while."""
     return isinstance(error, MayNotWrite) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
 
 
 def when_possible(write: Callable[[], Result], *, give_up: Callable[[], bool] = lambda: False) -> Result:
-    """The result of `write`, tried again while its disk is full or read-only, for at most a quarter of an hour.
+    """The result of `write`, retried while its disk is full or read-only, for at most 15 minutes.
 
-    Raises the last error after that, when `give_up` says so, and at once where waiting would not help.
+    Raises the last error after that, or when `give_up` returns true; raises other errors at once.
     """
     began_s: float | None = None
     while True:
@@ -45,7 +45,7 @@ def when_possible(write: Callable[[], Result], *, give_up: Callable[[], bool] = 
             now_s = time.monotonic()
             if began_s is None:
                 began_s = now_s
-                print(f"{error}; waiting until it can be written", file=sys.stderr, flush=True)
+                print(f"{error}; waiting until the disk accepts writes", file=sys.stderr, flush=True)
             if give_up() or now_s - began_s > _PATIENCE_S:
                 raise
         time.sleep(_PAUSE_S)
@@ -54,7 +54,7 @@ def when_possible(write: Callable[[], Result], *, give_up: Callable[[], bool] = 
 class PendingRecords:
     """Records in order, each passed to ``write`` as soon as the disk accepts it.
 
-    ``passes``: which errors of ``write`` are waited for; all others are raised.
+    ``passes`` selects the errors of ``write`` to wait for; all others are raised.
     """
 
     def __init__(self, write: Callable[[Record], None], *, passes: Callable[[Exception], bool] = may_pass) -> None:
@@ -75,7 +75,7 @@ class PendingRecords:
                 print(f"{error}; training continues, records are kept in memory", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
-        """Write all pending records. Raises OSError or MayNotWrite where that fails."""
+        """Write all pending records. Raises OSError or MayNotWrite on failure."""
         while self._records:
             self._write(self._records[0])
             # Only when it is written: a record must be neither lost nor written twice.

@@ -1,13 +1,13 @@
-"""Goodput, the share of a run's time that went into steps that count: a pure function of its events and metrics.
+"""Goodput, the share of a run's time spent in kept steps: a pure function of its events and metrics.
 
-A step counts if its result is part of the model now. It is lost if a later attempt, or a rollback, returned to a
-checkpoint before it, and skipped if the guard did not apply its gradients. A line of metrics stands for all steps since
-the previous line.
+A step is kept if its result is part of the current model. It is lost if a later attempt, or a rollback, returned to a
+checkpoint before it. It is skipped if the guard did not apply its gradients. A line of metrics represents all steps
+since the previous line.
 
     _attempts            events and lines, grouped by attempt
     _History             replays the attempts in order: which steps are kept, which were lost
-    _pauses              waiting between attempts, and how long each restart took
-    measure_goodput      all of it in one `Goodput`
+    _pauses              waiting between attempts, and the duration of each restart
+    measure_goodput      the resulting `Goodput`
 """
 
 import dataclasses
@@ -44,35 +44,35 @@ _UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where a run's time went, from its first start to its last record. Times are of the wall clock."""
+    """Division of a run's time from its first start to its last record, in seconds of wall-clock time."""
 
     wall_s: float
     waiting_s: float
-    """Between attempts, while nothing ran: in a queue, or until somebody restarted it."""
+    """Time between attempts, while nothing ran: in a queue, or until a manual restart."""
     effective_s: float
-    """In steps that count."""
+    """Time in kept steps."""
     lost_s: float
-    """In lost steps."""
+    """Time in lost steps."""
     skipped_s: float
-    """In skipped steps."""
+    """Time in skipped steps."""
     checkpoint_stall_s: float
-    """In which training waited for saves."""
+    """Time in which training waited for saves."""
     evaluation_s: float
-    """In evaluations between steps."""
+    """Time in evaluations between steps."""
     restart_times_s: tuple[float, ...]
-    """From the last work of an attempt to the first new step, without waiting; of restarts where both are known."""
+    """Time of each restart, from the last work of an attempt to the next new step, without waiting; known ones only."""
     steps: int
     """That count."""
     lost_steps: int
     skipped_steps: int
     restarts: int
-    """Starts after the first."""
+    """Number of starts after the first."""
     rollbacks: int
-    """Returns to an earlier checkpoint without a new start."""
+    """Number of returns to an earlier checkpoint without a new start."""
     saves: int
     failed_saves: int
     skipped_saves: int
-    """Skipped because the previous save was still being written."""
+    """Number of saves skipped because the previous one was still being written."""
 
     @property
     def running_s(self) -> float:
@@ -81,7 +81,7 @@ class Goodput:
 
     @property
     def effective_time_ratio(self) -> float | None:
-        """Share of the running time in steps that count; None before any time has passed."""
+        """Share of the running time in kept steps; None before any time has passed."""
         return self.effective_s / self.running_s if self.running_s > 0 else None
 
     @property
@@ -91,12 +91,12 @@ class Goodput:
 
     @property
     def restart_s(self) -> float:
-        """All restarts whose time is known."""
+        """Total time of the restarts with a known time."""
         return sum(self.restart_times_s)
 
     @property
     def mean_restart_s(self) -> float | None:
-        """None: there was no restart, or none whose time is known."""
+        """Mean time of a restart; None: no restart has a known time."""
         return self.restart_s / len(self.restart_times_s) if self.restart_times_s else None
 
     @property
@@ -107,7 +107,7 @@ class Goodput:
         return max(0.0, self.running_s - named - self.restart_s)
 
     def scalars(self) -> dict[str, float | int | None]:
-        """The values that are logged during a run."""
+        """The values logged during a run."""
         return {
             "effective_time_ratio": self.effective_time_ratio,
             "lost_steps": self.lost_steps,
@@ -128,7 +128,7 @@ class Goodput:
         mean = "" if self.mean_restart_s is None else f" ({duration(self.mean_restart_s)} on average)"
         back = f", {self.rollbacks:,} rollback{_plural(self.rollbacks)}" if self.rollbacks else ""
         return (
-            f"goodput {self.effective_time_ratio:.1%}: {self.steps:,} steps count, {self.lost_steps:,} lost, "
+            f"goodput {self.effective_time_ratio:.1%}: {self.steps:,} steps kept, {self.lost_steps:,} lost, "
             f"{self.skipped_steps:,} skipped; {self.restarts:,} restart{_plural(self.restarts)}{mean}{back}; "
             f"checkpoints stall {self.checkpoint_stall_share:.2%}"
         )
@@ -197,7 +197,7 @@ class _LoggedSteps:
     last: int
     step_s: float
     skips: frozenset[int]
-    """All steps that were skipped in this attempt."""
+    """All skipped steps of this attempt."""
 
     @property
     def num_steps(self) -> int:
@@ -241,9 +241,9 @@ class _Attempt:
     lines: list[Record] = field(default_factory=list)
     """Lines of steps."""
     other_lines: list[Record] = field(default_factory=list)
-    """Lines of validations and saves, which have no time of a step."""
+    """Lines of validations and saves, without a step time."""
     is_restart: bool = False
-    """Started by the launcher of the previous attempt, so that nothing was waiting in between."""
+    """Whether the previous attempt's launcher started it, without waiting in between."""
 
     @cached_property
     def began(self) -> float | None:
@@ -271,13 +271,13 @@ class _Attempt:
 
     @property
     def resumed(self) -> int | None:
-        """The step of the checkpoint that it continued from; None: there was none, or it ended before loading one."""
+        """Step of the checkpoint that it resumed from; None: there was none, or it ended before loading one."""
         steps = (_whole(event, "step") for event in self.events if event["event"] in ("rollback", "resume"))
         return next(steps, None)
 
     @property
     def first_step_began(self) -> float | None:
-        """When its first new step began; None: it made none, or the time is unknown."""
+        """Start of its first new step; None: it made none, or the time is unknown."""
         line = self._first_timed_line
         # If earlier lines lack a time, the first timed one is not that of the first step.
         if line is None or line is not self.lines[0]:
@@ -295,7 +295,7 @@ class _Attempt:
         return max(in_lines, sum(event.get("stall_s") or 0.0 for event in self.events))
 
     def evaluation_s(self, *, step: int | None = None) -> float:
-        """In evaluations, of ``step`` or of all."""
+        """Time in evaluations, of ``step`` or of all."""
         done = (event for event in self.events if event["event"] == "evaluation")
         return sum(event.get("seconds") or 0.0 for event in done if step is None or event.get("step") == step)
 
@@ -328,7 +328,7 @@ def _attempts(events: Iterable[Record], lines: Iterable[Record]) -> list[_Attemp
     for event in events:
         kind = event.get("event")
         if not isinstance(kind, str):
-            raise UserError(f"an event without a name: {dict(event)}; events.jsonl is damaged, remove that line")
+            raise UserError(f"an event has no name: {dict(event)}; events.jsonl is damaged, remove that line")
         # Recorded by the launcher before it starts the ranks again, still under the number of the failed attempt.
         is_restart |= kind == "restart"
         if kind not in _WORK | _ENDS:
@@ -379,7 +379,7 @@ def _gap_s(ended: float | None, began: float | None) -> float:
 
 
 def record_time_s(record: Record) -> float | None:
-    """When it was written, in seconds since the epoch; None where it has no time."""
+    """Time of the record, in seconds since the epoch; None: it has no time."""
     text = record.get("time")
     if text is None:
         return None

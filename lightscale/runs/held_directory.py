@@ -1,8 +1,8 @@
-"""A directory that a job writes to, held by its file descriptor: another one under its name is noticed.
+"""A directory that a job writes to, held by its file descriptor, so that a replacement under its name is detected.
 
-A path names whatever lies there now. Where a run's directory is removed, moved away, replaced by another, or hidden by
-a mount while a job writes to it, the job must not write into what is there then, nor make a directory that looks like
-its run. As long as the descriptor is open the inode's number is not used again, so that comparing numbers is enough.
+A run's directory may be removed, moved, replaced, or hidden by a mount while a job writes to it. The job must then not
+write into the replacement, nor create a directory that looks like its run. An inode's number is not reused while the
+descriptor is open, so that comparing numbers is enough.
 """
 
 import errno
@@ -16,32 +16,32 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 
 
 class DirectoryReplaced(UserError):
-    """The name of the directory no longer stands for the directory that was opened."""
+    """The path of the directory no longer leads to the directory that was opened."""
 
 
 class HeldDirectory:
-    """The directory that `path` names now."""
+    """Holds the directory at `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def fault(self) -> str | None:
-        """What happened to it; None: it is there. Unknown counts as there, as while a file system is out of reach."""
+        """The fault of the path; None: it is in place, or unknown (the file system is out of reach)."""
         try:
             now, held = self._path.stat(), os.fstat(self._descriptor)
         except OSError as error:
-            return "is no longer there" if error.errno in _GONE else None
+            return "is gone" if error.errno in _GONE else None
         return None if (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino) else "is another directory now"
 
     def check(self) -> None:
-        """Raise DirectoryReplaced where it is not there."""
+        """Raise DirectoryReplaced if the path no longer leads to the directory."""
         if (fault := self.fault()) is not None:
             raise DirectoryReplaced(
                 f"{self._path} {fault}: it was removed, renamed, replaced or hidden by a mount while this job wrote to "
-                "it; the job stops and writes nothing more. Put the run back there and start the same command again"
+                "it. The job stops and writes nothing more. Restore the run and start the same command again"
             )
 
     def close(self) -> None:
-        """Hold it no longer."""
+        """Release the directory."""
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""The jobs that were submitted for a run: RUN/jobs.jsonl, one line each. Their state is the scheduler's to say."""
+"""The jobs submitted for a run: RUN/jobs.jsonl, one line each. The scheduler reports their state."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ class JobRecord:
 
     number: int
     scheduler: str | None = None
-    """Which scheduler the number is of; None: the default, whose lines have no name."""
+    """Name of the scheduler of this job; None: the default."""
 
 
 def record_job(run: RunDirectory, job: JobRecord) -> None:
-    """Note that `job` was submitted for `run`."""
+    """Record that `job` was submitted for `run`."""
     name = {} if job.scheduler is None else {"scheduler": job.scheduler}
     with LineWriter(run.jobs) as writer:
         writer.write({"time": timestamp(), "job": job.number, **name})
@@ -24,5 +24,5 @@ def record_job(run: RunDirectory, job: JobRecord) -> None:
 
 
 def recorded_jobs(run: RunDirectory) -> list[JobRecord]:
-    """All jobs of `run`, in the order in which they were submitted."""
+    """All jobs of `run`, in the order of submission."""
     return [JobRecord(number=line["job"], scheduler=line.get("scheduler")) for line in read_lines(run.jobs)]

@@ -23,16 +23,16 @@ class Journal:
             self._directory.event(event, **fields)
 
     def note(self, event: str, **fields: Any) -> None:
-        """Append to events.jsonl, as soon as its disk has space: for events that a restart does not depend on."""
+        """Append to events.jsonl as soon as its disk has space, for events that a restart does not need."""
         if self._enabled:
             self._pending.add(self._directory.event_record(event, **fields))
 
     def begin_attempt(self, *beginning: Any, **fields: Any) -> None:
-        """Record a new attempt at the run; see ``RunDirectory.begin_attempt``."""
+        """Record a new attempt of the run; see ``RunDirectory.begin_attempt``."""
         if self._enabled:
             self._directory.begin_attempt(*beginning, **fields)
 
     def say(self, text: str) -> None:
-        """A line on stderr."""
+        """Print a line on stderr."""
         if self._enabled:
             print(text, file=sys.stderr, flush=True)

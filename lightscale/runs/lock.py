@@ -2,15 +2,15 @@
 
     RUN/lock/000007     the process that holds the run, or held it last: host, process, boot, job, and since when
 
-A process takes the lock by creating the file with the next number, which only one process can, and then removes the
-older ones; nobody else removes the file with the highest number. So two jobs cannot both take over from a dead one, on
-any file system and from any machines.
+A process takes the lock by creating the file with the next number, which only one process can do. It then removes the
+older files; no other process removes the file with the highest number. So two jobs cannot both take over from a dead
+one, on any file system and from any machines.
 
-Whether the holder of the highest number is alive is decided by three signs. Its file is locked (flock): the kernel
-releases it when the process dies, so that on one machine the next start works at once. Where flock does not reach other
-machines, the file's modification time does: the holder renews it every few seconds, and it is compared with that of a
-file written just now, so that no machine's clock matters. Where there is no flock at all (Lustre mounted without it),
-the process itself is looked for on its own machine. An empty file was released.
+Three signs show whether the holder of the highest number is alive. Its file is locked (flock): the kernel releases it
+when the process dies, so that the next start on the same machine works at once. Where flock does not reach other
+machines, the file's modification time does: the holder renews it every few seconds. It is compared with the time of a
+new file, so that no machine's clock matters. Without flock (Lustre mounted without it), the holder is searched among
+the processes of its machine. An empty file was released.
 """
 
 import datetime
@@ -60,7 +60,7 @@ class Holder:
     host: str
     process: int
     process_started: float
-    """Seconds from the boot."""
+    """Start of the process, in seconds from the boot."""
     boot: str
     """Id of the machine's current boot: differs between machines, and after each restart of one."""
     time: str
@@ -68,7 +68,7 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Self:
-        """As of now."""
+        """The current process as a holder."""
         return cls(
             host=socket.gethostname(),
             process=os.getpid(),
@@ -96,11 +96,11 @@ _UNKNOWN = Holder(host="an unknown host", process=0, process_started=0.0, boot="
 
 
 class RunLock:
-    """Locks the run directory `run` for this process; a context manager, entered before anything is written there.
+    """Locks the run directory `run` for this process; a context manager, entered before any write to the run.
 
-    Entering raises ``InUse`` where another job holds the run. A holder that died is replaced, which is an event.
-    If the lock is lost (this machine was suspended, and another job took over) the process ends at once, since two
-    jobs would destroy each other's records.
+    Entering raises ``InUse`` if another job holds the run. A dead holder is replaced, which is recorded as an event.
+    If the lock is lost (this machine was suspended, and another job took over), the process ends at once: two jobs
+    would destroy each other's records.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -120,7 +120,7 @@ class RunLock:
             # Not set aside: of two jobs that did so at once, the second would move the lock of the first.
             raise UserError(f"{self._directory}: must be a directory; remove it if no job uses the run") from None
         except PermissionError as error:
-            raise UserError(f"{self._directory}: user {os.geteuid()} may not write there: {error.strerror}") from None
+            raise UserError(f"{self._directory}: user {os.geteuid()} may not write here: {error.strerror}") from None
         try:
             # Locked and complete before it gets its number: nobody may find a file of a living holder unlocked.
             _lock(self._file, fcntl.LOCK_EX)
@@ -198,8 +198,8 @@ class RunLock:
         # Of another machine, or damaged, so that only its age tells whether somebody renews it.
         age_s = draft.stat().st_mtime - renewed
         if age_s < _STALE_S:
-            limit = f"after {_STALE_S:.0f} s it counts as dead"
-            self._refuse(path, f"; it renewed its lock {age_s:.0f} s ago, and {limit}")
+            limit = f"it counts as dead after {_STALE_S:.0f} s"
+            self._refuse(path, f"; it renewed its lock {age_s:.0f} s ago ({limit})")
         return holder
 
     @staticmethod
@@ -245,7 +245,7 @@ class RunLock:
 
 
 def process_here(run: RunDirectory) -> int | None:
-    """The process of this machine that holds `run`; None: there is none, or it is on another machine."""
+    """Process id of the holder of `run`; None: no holder, or it is on another machine."""
     locks = sorted((run.path / "lock").glob("[0-9]*"))
     holder = _read(locks[-1]) if locks else None
     is_here = holder is not None and holder.boot == boot_id() and holder.is_running()

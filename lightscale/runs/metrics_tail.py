@@ -1,4 +1,4 @@
-"""The newest lines of a metrics.jsonl, for whoever looks at a run again and again: little is read however long."""
+"""The newest lines of a metrics.jsonl, for repeated looks at a run; reads little of a long file."""
 
 import os
 from collections import deque
@@ -10,16 +10,16 @@ from lightscale.files import NotRegular, open_regular
 from lightscale.records import MOST_LINE_BYTES, Record, newest_lines, parse_line
 
 NUM_STEPS = 50
-"""Newest lines of steps that are kept."""
+"""Number of newest step lines to keep."""
 
 _VALIDATION = b'"validation"'
 
 
 class MetricsTail:
-    """The newest lines of `path`. `refresh` reads what was appended since the last time.
+    """The newest lines of `path`. `refresh` reads the lines appended since the last time.
 
-    The first time, and after a return to an earlier step, it reads backwards from the end, no further than it must. Of
-    a step that several attempts have reached only the last one's line counts, as in `read_metrics`.
+    The first time, and after a return to an earlier step, it reads backwards from the end, no further than necessary.
+    If several attempts reached a step, the last one's line counts, as in `read_metrics`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,12 +27,12 @@ class MetricsTail:
         # Bytes of complete lines that were read, or need not be.
         self._end = 0
         self.steps: deque[Record] = deque(maxlen=NUM_STEPS)
-        """Of the newest logged steps, in order."""
+        """Lines of the newest logged steps, in order."""
         self.validation: Record | None = None
         """The newest line with validation losses."""
 
     def refresh(self, *, has_validation: bool) -> None:
-        """Read on. `has_validation`: the run validates, so that a line of it may be looked for far back."""
+        """Read the appended lines. `has_validation`: the run validates, so that a search may go far back."""
         try:
             with open_regular(self._path, what="a record of a run") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -43,12 +43,12 @@ class MetricsTail:
             self._forget()
 
     def smoothed_loss(self) -> float | None:
-        """Mean of the losses of `steps`, without those of skipped steps."""
+        """Mean loss of `steps`, without skipped steps."""
         losses = [line["loss"] for line in self.steps if "skipped" not in line and line.get("loss") is not None]
         return sum(losses) / len(losses) if losses else None
 
     def newest(self, *keys: str) -> Any:
-        """The value of the first of `keys` that a line has, from the newest line on; None where none has."""
+        """The newest value of any of `keys` (within a line, the first one present); None if no line has one."""
         return next((line[key] for line in reversed(self.steps) for key in keys if line.get(key) is not None), None)
 
     def _forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Which process a record means, also when the machine's clock is set or a process id is used again."""
+"""Identity of a process in a record, also after a change of the clock or a reused process id."""
 
 import socket
 from pathlib import Path
@@ -7,7 +7,7 @@ import psutil
 
 
 def started_s(process_id: int) -> float:
-    """When the process began, in seconds from the machine's boot. Raises psutil.NoSuchProcess."""
+    """Start of the process, in seconds from the machine's boot. Raises psutil.NoSuchProcess."""
     process = psutil.Process(process_id)
     # psutil counts from the epoch, and the time of boot moves with the clock: a process known by its start would be
     # another one after a correction of the clock. First the boot: some versions remember it for what follows.
@@ -16,7 +16,7 @@ def started_s(process_id: int) -> float:
 
 
 def boot_id() -> str:
-    """Identifies this boot of this machine among all others."""
+    """Id of this boot of this machine, unique among all machines."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

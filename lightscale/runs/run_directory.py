@@ -1,8 +1,8 @@
-"""The directory of one run: its configuration, its records, and how it ended.
+"""The directory of one run: its configuration, records and final status.
 
-Everything here survives a kill at any moment: whole files are replaced by a rename, records are appended line
-by line, and a line counts once its newline is there. What other programs or failing disks did to a record is no reason
-not to resume: damaged lines are skipped, a status that cannot be read counts as none, and both are said.
+All files survive a kill at any moment: whole files are replaced by a rename, records are appended line by line, and a
+line counts once its newline is written. Damage by other programs or failing disks does not prevent a resume: damaged
+lines are skipped, an unreadable status counts as none, and both are reported.
 """
 
 import contextlib
@@ -38,24 +38,24 @@ Status = Literal["finished", "resumable", "stopped"]
 Beginning = Literal["start", "rollback"]
 
 DAMAGE_EVENT = "records_damaged"
-"""The event of a start that found lines it cannot read: ``damage``, by the name of the file."""
+"""Event of a start that finds unreadable lines: ``damage``, by file name."""
 
 # What may change when a run is resumed without making it another run. A section stands for all of its keys.
 HARMLESS_KEYS: dict[str, str] = {
-    "metrics": "only what is recorded",
-    "checkpoint": "only when the state is written and how long it is kept, not the state",
-    "evaluation": "only what is measured: it changes no weight, no random state and no sample",
-    "restart": "only how failures are noticed, and how often the run is restarted",
-    "task.validation_mlm_probability": "only what is measured",
-    "guard.compare_replicas_every": "only what is checked",
-    "guard.max_rollbacks": "only after how many rollbacks the run stops",
+    "metrics": "changes only the records",
+    "checkpoint": "changes only the time and retention of saves, not the state",
+    "evaluation": "changes only measurements: no weight, no random state and no sample",
+    "restart": "changes only the detection of failures and the number of restarts",
+    "task.validation_mlm_probability": "changes only measurements",
+    "guard.compare_replicas_every": "changes only checks",
+    "guard.max_rollbacks": "changes only the number of rollbacks before the run stops",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
-    "data.stores": "likewise; a checkpoint has their weights too",
-    "data.validation": "only what is measured; the store says what is never trained on",
+    "data.stores": "stores may move; a checkpoint has their fingerprints and weights",
+    "data.validation": "changes only measurements; the store marks the sources that are never trained on",
     "train.device": "the same computation on other hardware",
     "train.micro_batch_size": "the same batch, summed in other portions",
-    "train.profile_steps": "only what is recorded",
+    "train.profile_steps": "changes only the records",
     "train.validate_every": "validation changes no weight, no random state and no sample",
 }
 
@@ -71,21 +71,21 @@ _MOST_DIGITS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How the last attempt ended: the contents of status.json."""
+    """The end of the last attempt: the contents of status.json."""
 
     status: Status
-    """finished; resumable: start it again; stopped: needs attention."""
+    """finished: done; resumable: start it again; stopped: needs attention."""
     reason: str
     step: int
     """Optimizer steps done."""
     tokens: int
     """Tokens trained on."""
     time: str
-    """When it was written, UTC, ISO 8601."""
+    """Time of writing, UTC, ISO 8601."""
 
 
 def is_named(key: str, names: Collection[str]) -> bool:
-    """Whether `key`, or a section that it is in, is among `names`."""
+    """Whether `key`, or a section that contains it, is among `names`."""
     parts = key.split(".")
     return any(".".join(parts[:length]) in names for length in range(1, len(parts) + 1))
 
@@ -109,7 +109,7 @@ def digest(config: RunConfig) -> str:
 
 
 class RunDirectory:
-    """The files in `path`. One process writes at a time: the launcher before the ranks start, then rank 0."""
+    """The files in `path`. One process at a time writes them: the launcher before the ranks start, then rank 0."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -136,7 +136,7 @@ class RunDirectory:
         return max((line["attempt"] for line in lines), default=0)
 
     def hold(self) -> None:
-        """From now on refuse to write where the directory's name stands for another one, or for none."""
+        """Hold the directory: later writes are refused if it is removed or replaced."""
         if self._held is None:
             try:
                 self._held = HeldDirectory(self.path)
@@ -144,7 +144,7 @@ class RunDirectory:
                 raise UserError(f"{self.path} cannot be opened: {error.strerror}") from None
 
     def check_held(self) -> None:
-        """Raise ``DirectoryReplaced`` where the directory that is held was removed or replaced."""
+        """Raise ``DirectoryReplaced`` if the held directory was removed or replaced."""
         if self._held is not None:
             self._held.check()
 
@@ -154,7 +154,7 @@ class RunDirectory:
         return self._held is not None and self._held.fault() is not None
 
     def damage(self) -> dict[str, str]:
-        """What cannot be read of the records: file name to how much, and what is wrong first."""
+        """Unreadable parts of the records: file name to the number of lines and the first fault."""
         found = {}
         for path in (self.events, self.metrics, self.jobs):
             records = read_records(path)
@@ -165,10 +165,10 @@ class RunDirectory:
         return found
 
     def recover_records(self) -> None:
-        """Set aside what stands where a record should be, and say, once, which lines cannot be read.
+        """Set aside anything that blocks a record's path, and report unreadable lines once.
 
-        Called at a start, under the lock. Afterwards every record can be written. Raises UserError where somebody
-        else's permissions forbid to read one: that is no damage, and its content still counts.
+        Called at a start, under the lock. Afterwards every record can be written. Raises UserError if permissions
+        forbid to read a record: that is no damage, and its content still counts.
         """
         self.check_held()
         aside = {}
@@ -190,8 +190,8 @@ class RunDirectory:
     def create_or_open(self, config: RunConfig, allow: Collection[str] = ()) -> bool:
         """Create the directory with its config.toml, atomically; True if it did not exist before.
 
-        For an existing run the configuration must be one that `changes` with `allow` accepts. Changes are stored,
-        and recorded as an event.
+        For an existing run, `changes` with `allow` must accept the configuration. Changes are stored and recorded as
+        an event.
         """
         if self.create(config):
             return True
@@ -205,16 +205,15 @@ class RunDirectory:
         return False
 
     def changes(self, config: RunConfig, allow: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
-        """(key, value stored, value in `config`) of each difference to the configuration of this existing run.
+        """(key, value stored, value in `config`) for each difference from the configuration of this existing run.
 
-        They must be harmless: those of `HARMLESS_KEYS`, and a longer run where the learning rates so far would have
-        been the same; or be named in `allow`, as keys or sections. Otherwise raises UserError with the keys that
-        differ and both values.
+        Accepted are `HARMLESS_KEYS`, a longer run with the same learning rates so far, and keys or sections named in
+        `allow`. Other differences raise UserError with the keys and both values.
         """
         if not self.config.exists():
             raise UserError(
-                f"{self.path} is not a run directory: it has files ({self._content()}) but no config.toml; choose "
-                "another with --run"
+                f"{self.path} is not a run directory: it has files ({self._content()}) but no config.toml; use "
+                "another directory with --run"
             )
         stored = load(self.config)
         changes = difference(stored, config)
@@ -227,13 +226,13 @@ class RunDirectory:
             lines = [f"  {key}: {_json(before)} in the run, {_json(now)} now" for key, before, now in refused]
             raise UserError(
                 f"{self.path} holds a run with another configuration:\n" + "\n".join(lines) + "\n"
-                "Restore those values, start a new run with --run, or accept the new ones, at your own risk, with "
+                "Restore these values, start a new run with --run, or accept the new values at your own risk with "
                 f"--allow-change {refused[0][0]}."
             )
         return changes
 
     def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
-        """Record the beginning, remove the previous attempt's status, and return this attempt's number, from 1."""
+        """Record the start, remove the previous attempt's status, and return this attempt's number, from 1."""
         self.check_held()
         # Of the metrics too: where events are lost, the steps of two attempts must not look like those of one.
         attempt = 1 + max(self.attempt, (self._newest_line() or {"attempt": 0})["attempt"])
@@ -243,7 +242,7 @@ class RunDirectory:
         return attempt
 
     def remove_status(self) -> None:
-        """What status.json says is of an earlier attempt; nothing is removed from a directory that is not the run's."""
+        """Remove status.json of an earlier attempt; removes nothing from a directory that replaced the run's."""
         self.check_held()
         self.status.unlink(missing_ok=True)
 
@@ -273,17 +272,17 @@ class RunDirectory:
         return value
 
     def read_status(self) -> RunStatus | None:
-        """How the last attempt ended; None: it is running, was killed, there was none, or nobody can read it."""
+        """The end of the last attempt; None: it runs, was killed, does not exist, or its status is unreadable."""
         value = self._status()
         return value if isinstance(value, RunStatus) else None
 
     def status_fault(self) -> str | None:
-        """Why status.json cannot be read; None: it can, or is not there."""
+        """The reason why status.json is unreadable; None: it is readable or missing."""
         value = self._status()
         return value if isinstance(value, str) else None
 
     def is_finished(self, config: RunConfig) -> bool:
-        """Whether the run has done all steps that `config` asks for."""
+        """Whether the run has done all steps of `config`."""
         status = self.read_status()
         return status is not None and status.status == "finished" and status.step >= config.total_steps
 
@@ -293,7 +292,7 @@ class RunDirectory:
         return (newest["step"], newest.get("tokens", 0)) if newest else (0, 0)
 
     def newest_checkpoint(self) -> int:
-        """Step of the newest checkpoint that was committed, whole or not; 0: there is none."""
+        """Step of the newest committed checkpoint, intact or not; 0: none."""
         steps = (entry.name.removeprefix("step-") for entry in self.checkpoints.glob("step-*"))
         return max((int(step) for step in steps if step.isdecimal()), default=0)
 
@@ -307,9 +306,9 @@ class RunDirectory:
         return directory
 
     def create(self, config: RunConfig) -> bool:
-        """Create the directory with its config.toml; True for only one of two processes that do so at once.
+        """Create the directory with its config.toml; returns True in only one of several concurrent processes.
 
-        A directory that exists and is empty becomes the run's, a mount point too.
+        An existing empty directory becomes the run's; a mount point too.
         """
         parent = self.path.absolute().parent
         # Beside its later name: a rename is atomic only within one file system.
@@ -429,9 +428,9 @@ class RunDirectory:
 
 
 class LineWriter:
-    """Appends JSON objects to `path`, one per line. Opening it removes a last line that a kill cut short.
+    """Appends JSON objects to `path`, one per line. Opening removes a last line that a kill cut short.
 
-    Each write raises ``DirectoryReplaced`` where the directory of `path` is not the one any more that it was then.
+    Each write raises ``DirectoryReplaced`` if the directory of `path` was replaced since then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -449,7 +448,7 @@ class LineWriter:
             raise _of(error, path) from None
         try:
             if not stat.S_ISREG(mode := os.fstat(self._file).st_mode):
-                raise NotRegular(f"{path}: {kind(mode)}, where a record of the run should be")
+                raise NotRegular(f"{path}: {kind(mode)}, in place of a record of the run")
             self._end_cut_line()
         except BaseException:
             self.close()
@@ -471,7 +470,7 @@ class LineWriter:
             os.write(self._file, b"\n")
 
     def write(self, value: dict[str, Any]) -> None:
-        """Append `value`, all of it or nothing; NaN and infinities, which JSON does not have, become null."""
+        """Append `value` in full or not at all; NaN and infinities, which JSON lacks, become null."""
         self._directory.check()
         data = memoryview((_json(_finite(value)) + "\n").encode())
         before = os.fstat(self._file).st_size
@@ -502,7 +501,7 @@ class LineWriter:
 def read_metrics(path: str | Path) -> list[Record]:
     """The lines of a metrics.jsonl in the order of their steps, one for each step.
 
-    Where several attempts reached a step the last one counts; lines of one attempt for one step are joined.
+    If several attempts reached a step, the last one counts; lines of one attempt for one step are joined.
     """
     steps: dict[int, Record] = {}
     for line in read_lines(Path(path)):
@@ -513,12 +512,12 @@ def read_metrics(path: str | Path) -> list[Record]:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """The lines of a record that can be read, without a last line still being written; [] where there is no file."""
+    """The readable lines of a record, without a last line still being written; [] without a file."""
     return read_records(path).lines
 
 
 def damage_text(count: int, first: str) -> str:
-    """How much of a record cannot be read, for messages."""
+    """The number of unreadable lines and the first fault, for messages."""
     return f"1 line cannot be read: {first}" if count == 1 else f"{count:,} lines cannot be read, the first: {first}"
 
 
@@ -534,7 +533,7 @@ def _free_name(path: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`: a reader finds either the old or the new file, also after a power failure."""
+    """Replace `path` with `text`: a reader sees either the old or the new file, also after a power failure."""
     draft = path.with_name(f"{path.name}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -577,5 +576,5 @@ def _finite(value: Any) -> Any:
 
 
 def timestamp() -> str:
-    """The time now, as in all records: UTC, ISO 8601."""
+    """The current time, as in all records: UTC, ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""The interval between saves that loses the least time, given what a save costs and how often runs fail."""
+"""The interval between saves that loses the least time, from the cost of a save and the rate of failures."""
 
 import math
 import statistics

@@ -1,1 +1,1 @@
-"""Scaling-law studies: many runs as one, their curves, and the laws that are fitted to them."""
+"""Scaling-law studies: sets of runs, their curves, and laws fitted to them."""

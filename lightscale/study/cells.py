@@ -20,7 +20,7 @@ _MOST_SHOWN = 40
 Part = Literal["main", "sweep"]
 Combination = tuple[AxisValue, ...]
 Choice = tuple[str, ...]
-"""The names of the values of the axes in sweep.per, in their order."""
+"""Names of the values of the axes in sweep.per, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,27 +29,27 @@ class Cell:
 
     name: str
     part: Part
-    """main: of the study itself; sweep: of the runs that choose a value for it."""
+    """main: a cell of the study itself; sweep: a run that helps to choose a value."""
     values: Mapping[str, str]
-    """The names of its values by axis."""
+    """Names of its values, by axis."""
     config: RunConfig
     choice: Choice | None = None
-    """Which choice of the sweep it belongs to; None: the study has no sweep."""
+    """Its choice of the sweep; None: the study has no sweep."""
     tried: float | None = None
-    """The value that a run of the sweep tries."""
+    """The value tried by a run of the sweep."""
     is_pending: bool = False
-    """Whether the sweep has not chosen yet; `config` then has the middle of what it tries."""
+    """Whether the choice of the sweep is pending; `config` then has the middle value."""
 
     @property
     def architecture(self) -> str:
-        """Its mixers, as laws and pictures are grouped."""
+        """Its mixers, which group laws and pictures."""
         return "+".join(dict.fromkeys(self.config.model.layers))
 
     @property
     def digest(self) -> str:
-        """sha256 of what makes it this run: without what may change when it is resumed.
+        """sha256 of the run's identity: its configuration without keys that may change on a resume.
 
-        Without defaults too: a later version may have keys that this one has not.
+        Defaults are left out too: a later version may have more keys.
         """
         chosen = self.config.model_dump(mode="json", exclude_defaults=True)
         kept = {key: value for key, value in _leaves(chosen) if not is_named(key, HARMLESS_KEYS)}
@@ -57,10 +57,10 @@ class Cell:
 
 
 def make_cells(definition: Definition, chosen: Mapping[Choice, float] | None = None) -> list[Cell]:
-    """Those of the sweep, then the others. `chosen`: what the sweep has chosen so far.
+    """The cells of the sweep, then the others. `chosen`: the values chosen by the sweep so far.
 
-    Raises UserError with the reason of every cell that cannot run, with names that two cells have, and where none is
-    left.
+    Raises UserError with the reason for every cell that cannot run, for duplicate names, and if the rules skip all
+    cells.
     """
     size = sum(1 for _ in itertools.islice(_combinations(definition.axes), MOST_CELLS + 1))
     if size > MOST_CELLS:
@@ -179,9 +179,9 @@ def _twice(cells: Sequence[Cell]) -> Iterator[str]:
     runs: dict[str, Cell] = {}
     for cell in cells:
         if (other := names.setdefault(cell.name, cell)) is not cell:
-            yield f"{cell.name}: two cells have this name: {_shown(other)} and {_shown(cell)}; name their values apart"
+            yield f"{cell.name}: two cells have this name: {_shown(other)} and {_shown(cell)}; rename a value"
         elif cell.part == "main" and (other := runs.setdefault(cell.digest, cell)) is not cell:
-            yield f"{cell.name}: the same run as {other.name}; remove the axis or value that changes nothing"
+            yield f"{cell.name}: the same run as {other.name}; remove the axis or value without effect"
 
 
 def _shown(cell: Cell) -> str:

@@ -1,4 +1,4 @@
-"""What a cell has and takes: parameters N, tokens D, compute C, kept bytes."""
+"""Size and cost of a cell: parameters N, tokens D, compute C, kept bytes."""
 
 from dataclasses import dataclass
 
@@ -16,45 +16,45 @@ _EXPORT_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class CellCounts:
-    """Of one run."""
+    """Size and cost of one run."""
 
     parameters: int
-    """N: exactly, without the embedding."""
+    """N: exact, without the embedding."""
     embedding: int
     paper_parameters: int | None
-    """As the scaling-law study counts them; None: it has no such architecture."""
+    """N as counted in arXiv 2406.16690; None: not an architecture of that paper."""
     flops_per_token: float
-    """Training FLOPs: all matrix products that the model needs, logits too."""
+    """Training FLOPs: all matrix products of the model, including logits."""
     paper_flops_per_token: float | None
-    """As the scaling-law study counts them, without logits; None: it has no such architecture."""
+    """FLOPs as counted in arXiv 2406.16690, without logits; None: not an architecture of that paper."""
     tokens_per_step: int
     steps: int
     kept_bytes: int
-    """Of the checkpoints that are there when it has ended."""
+    """Bytes of the checkpoints at the end."""
 
     @property
     def tokens(self) -> int:
-        """D at its end."""
+        """D at the end."""
         return self.steps * self.tokens_per_step
 
     @property
     def flops(self) -> float:
-        """Of the whole run."""
+        """FLOPs of the whole run."""
         return self.flops_per_token * self.tokens
 
     @property
     def compute(self) -> float:
-        """C at its end, PFLOP-days."""
+        """C at the end, PFLOP-days."""
         return self.flops / PFLOP_DAY
 
     @property
     def paper_compute(self) -> float | None:
-        """The same by the study's formulas."""
+        """C at the end by the paper's formulas, PFLOP-days."""
         return None if self.paper_flops_per_token is None else self.paper_flops_per_token * self.tokens / PFLOP_DAY
 
 
 def count(config: RunConfig) -> CellCounts:
-    """From the configuration alone."""
+    """Count from the configuration alone."""
     model, length = config.model, config.data.sequence_length
     terms = parameter_terms(model)
     embedding = terms.pop(EMBEDDING)

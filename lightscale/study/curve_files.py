@@ -1,4 +1,4 @@
-"""Curves as files: CSV, one for each cell, and all of them together as parquet."""
+"""Curves as files: one CSV per cell, and one parquet file of all."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ _MOST_BYTES = 2**26
 
 
 def write_curve(path: Path, curve: RunCurve) -> None:
-    """As CSV, whole or not at all; what is not known is empty."""
+    """Write a curve as CSV, in full or not at all; unknown values are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -30,25 +30,25 @@ def write_curve(path: Path, curve: RunCurve) -> None:
 
 
 def read_curve(path: Path) -> RunCurve:
-    """What `write_curve` wrote. `UserError` names file, line and column of what cannot be that."""
+    """Read a file of `write_curve`. Raises `UserError` with the file, line and column of a fault."""
     try:
         text = read_regular(path, what="a curve", most_bytes=_MOST_BYTES).decode()
         rows = list(csv.reader(text.splitlines(), strict=True))
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; remove the cell's .json beside it to have it made again") from error
+        raise UserError(f"{path}: no such file; remove the cell's .json beside it to create it again") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not CSV ({error}); restore it, or remove it and the .json beside it") from error
     if not rows or tuple(rows[0]) != COLUMNS or len(rows) == 1:
-        raise UserError(f"{path}: not the curve of a cell: its first line must be {','.join(COLUMNS)}, then values")
+        raise UserError(f"{path}: not the curve of a cell: the first line must be {','.join(COLUMNS)}, then values")
     values = np.array([_values(path, number, row) for number, row in enumerate(rows[1:], start=2)], dtype=np.float64)
     if (np.diff(values[:, :2], axis=0) <= 0).any():
-        raise UserError(f"{path}: step and tokens must rise from line to line; restore it")
+        raise UserError(f"{path}: step and tokens must increase from line to line; restore the file")
     columns = dict(zip(COLUMNS, values.T, strict=True))
     return RunCurve(step=columns.pop("step").astype(np.int64), **columns)
 
 
 def write_parquet(path: Path, curves: Mapping[str, RunCurve]) -> None:
-    """All curves in one table, with a column `cell`. `UserError` where pyarrow is not installed."""
+    """Write all curves as one table with a column `cell`. Raises `UserError` without pyarrow."""
     try:
         import pyarrow  # noqa: PLC0415 - a second, and only for this
         import pyarrow.parquet  # noqa: PLC0415
@@ -66,7 +66,7 @@ def write_parquet(path: Path, curves: Mapping[str, RunCurve]) -> None:
 
 def _values(path: Path, line: int, row: list[str]) -> list[float]:
     if len(row) != len(COLUMNS):
-        raise UserError(f"{path}, line {line}: {len(row)} values; there must be {len(COLUMNS)}")
+        raise UserError(f"{path}, line {line}: {len(row)} values; must be {len(COLUMNS)}")
     values = []
     for name, text in zip(COLUMNS, row, strict=True):
         try:

@@ -1,12 +1,12 @@
-"""What STUDY.toml says: a base configuration, axes, rules, a sweep, and how laws are fitted.
+"""The format of STUDY.toml: a base configuration, axes, rules, a sweep, and the fit of laws.
 
-[base]                              what all cells share, as in a run's file
+[base]                              shared by all cells, as in a run's file
 extends = ["recipe/stdlib"]
 
-[axes]                              cells are all combinations of their values
+[axes]                              cells are all combinations of the values
 "train.seed" = [0, 1]               a key of the configuration and its values
 
-[axes.architecture.tnl]             or names, each with what it sets, as in a run's file
+[axes.architecture.tnl]             or named values with their keys, as in a run's file
 extends = "arch/tnl"
 
 [[rules]]                           for the cells of these values
@@ -39,47 +39,47 @@ _Table = dict[str, Any]
 
 
 class AboutSection(Section):
-    """[study]: what it is, and how curves are smoothed."""
+    """[study]: description of the study, and smoothing of curves."""
 
     about: str = ""
-    """One sentence for the report."""
+    """Description in one sentence, for the report."""
     smoothing: Annotated[float, Field(gt=1, le=10)] = 1.1
-    """The loss at D is that of a line through log loss over log D, from D / smoothing to D · smoothing."""
+    """The loss at D is read from a line through log loss over log D, fitted from D / smoothing to D · smoothing."""
 
 
 class FitSection(Section):
-    """[fit]: what laws are fitted to."""
+    """[fit]: the data for the fits of laws."""
 
     skip: Fraction = 0.02
-    """Share of a run's tokens, at its beginning, that is not used: at least its warm-up."""
+    """Share of a run's tokens, from its start, to leave out; the warm-up is always left out."""
     draws: Annotated[int, Field(ge=2, le=100_000)] = 200
-    """Of the bootstrap."""
+    """Number of draws of the bootstrap."""
 
 
 class CellRule(Section):
-    """[[rules]]: what is special about some cells."""
+    """[[rules]]: exceptions for some cells."""
 
     when: Annotated[dict[str, Scalar | list[Scalar]], Field(min_length=1)]
-    """The values that it is for, one or several, of one axis or several."""
+    """The cells concerned: one or several values of one or several axes."""
     set: _Table | None = None
-    """What is laid over the values of the axes."""
+    """Keys that override the values of the axes."""
     skip: str | None = None
-    """Why there are no such cells."""
+    """The reason to leave out these cells."""
 
 
 class SweepSection(Section):
     """[sweep]: small runs that choose one key's value for the cells."""
 
     key: str
-    """The key, like "optimizer.lr"."""
+    """The key, such as "optimizer.lr"."""
     values: Annotated[list[float | int], Field(min_length=2, max_length=100)]
-    """Those that are tried, ascending."""
+    """Values to try, ascending."""
     per: list[str] = Field(default=[])
-    """Axes: a value is chosen for each combination of theirs."""
+    """Axes; the sweep chooses a value for each combination of their values."""
     at: dict[str, Scalar] = Field(default={})
-    """Where the others stand meanwhile."""
+    """Values of the other axes during the sweep."""
     set: _Table = Field(default={})
-    """What is different in the sweep's runs: fewer tokens."""
+    """Keys that differ in the sweep's runs, such as fewer tokens."""
 
 
 class _File(Section):
@@ -90,7 +90,7 @@ class _File(Section):
     sweep: SweepSection | None = None
     fit: FitSection = FitSection()
     launch: _Table = Field(default={})
-    """As in a run's file, for schedulers."""
+    """[launch] as in a run's file, for schedulers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +98,11 @@ class AxisValue:
     """One value of an axis."""
 
     name: str
-    """In the names of cells."""
+    """Name in the names of cells."""
     written: Scalar
-    """What rules call it."""
+    """Name in rules."""
     table: _Table
-    """What it sets."""
+    """Keys that it sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +113,13 @@ class Axis:
     values: tuple[AxisValue, ...]
 
     def value(self, written: Scalar) -> AxisValue | None:
-        """The one that is called so."""
+        """The value of this name, or None."""
         return next((one for one in self.values if one.written == written), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """A study as its file says it."""
+    """A study as defined by its file."""
 
     path: Path
     about: AboutSection
@@ -131,16 +131,16 @@ class Definition:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of the study: the stem of its file."""
         return self.path.stem
 
     def axis(self, name: str) -> Axis | None:
-        """The axis called so."""
+        """The axis of this name, or None."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
 
 def find_study(given: Path) -> Path:
-    """The file that STUDY means: the one at that path, or the shipped study of that name, with or without `.toml`."""
+    """The file that STUDY names: a path, or a shipped study, with or without `.toml`."""
     if fault := path_fault(str(given)):
         raise UserError(f'STUDY "{shortened(str(given))}": {fault}')
     name = str(given).removesuffix(".toml")
@@ -150,13 +150,13 @@ def find_study(given: Path) -> Path:
 
 
 def read_definition(given: Path) -> Definition:
-    """The study in `given`. `UserError` has a line for each mistake: file, key, value and what would be right."""
+    """Read the study in `given`. Raises `UserError` with a line per mistake: file, key, value and remedy."""
     path = find_study(given)
     try:
         table = read_toml(path, what="a study file")
     except OSError as error:
         raise UserError(
-            f"cannot read the study {path}: {error.strerror}; shipped ones: {', '.join(study_names())}"
+            f"cannot read the study {path}: {error.strerror}; shipped studies: {', '.join(study_names())}"
         ) from None
     try:
         file = _File.model_validate(table)
@@ -186,7 +186,7 @@ def table_of(key: str, value: Any) -> dict[str, Any]:
 
 
 def value_name(key: str, value: Scalar) -> str:
-    """In names of cells: "lr0.001" of optimizer.lr; of a text the text."""
+    """The value in names of cells: "lr0.001" for optimizer.lr; a text stays itself."""
     if isinstance(value, str):
         return value
     text = f"{value:g}" if isinstance(value, float) else str(value).lower()
@@ -197,16 +197,16 @@ def _axis(path: Path, name: str, values: Any) -> Axis:
     where = f"{path}: axes.{shortened(name)}"
     if isinstance(values, list):
         if not _KEY.fullmatch(name):
-            raise UserError(f'{where}: a list is for a key of the configuration, written like "optimizer.lr" = [1e-3]')
+            raise UserError(f'{where}: a list needs a key of the configuration, such as "optimizer.lr" = [1e-3]')
         if not 0 < len(values) <= _MOST_VALUES or not all(isinstance(one, Scalar) for one in values):
             raise UserError(f"{where} = {shown_value(values)}: must be a list of 1 to {_MOST_VALUES} numbers or texts")
         short = name.rpartition(".")[2]
         points = [AxisValue(name=value_name(name, one), written=one, table=table_of(name, one)) for one in values]
         return Axis(name=short, values=tuple(points))
     if not isinstance(values, dict) or not 0 < len(values) <= _MOST_VALUES:
-        raise UserError(f"{where} = {shown_value(values)}: must be a list of values, or a table [axes.NAME.VALUE] each")
+        raise UserError(f"{where} = {shown_value(values)}: must be a list of values, or tables [axes.NAME.VALUE]")
     if wrong := [one for one, table in values.items() if not isinstance(table, dict)]:
-        raise UserError(f"{where}.{shortened(wrong[0])}: must be a table of what it sets, as in a run's file")
+        raise UserError(f"{where}.{shortened(wrong[0])}: must be a table of keys, as in a run's file")
     return Axis(
         name=name,
         values=tuple(AxisValue(name=one, written=one, table=table) for one, table in values.items()),
@@ -217,7 +217,7 @@ def _name_faults(axes: tuple[Axis, ...]) -> Iterator[str]:
     names = [axis.name for axis in axes]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            yield f"axes: two are called {name}; give one of them values with names, [axes.NAME.VALUE]"
+            yield f"axes: two axes have the name {name}; give one of them named values, [axes.NAME.VALUE]"
     for axis in axes:
         for value in axis.values:
             if not _NAME.fullmatch(value.name):
@@ -230,7 +230,7 @@ def _name_faults(axes: tuple[Axis, ...]) -> Iterator[str]:
 def _rule_faults(definition: Definition) -> Iterator[str]:
     for number, rule in enumerate(definition.rules, start=1):
         if (rule.set is None) == (rule.skip is None):
-            yield f"rules, number {number}: must have either set, a table, or skip, the reason"
+            yield f"rules, number {number}: must have either set (a table) or skip (the reason)"
         for name, wanted in rule.when.items():
             yield from _value_faults(definition, f"rules, number {number}: when", name, wanted)
 
@@ -240,23 +240,23 @@ def _sweep_faults(definition: Definition) -> Iterator[str]:
     if sweep is None:
         return
     if not _KEY.fullmatch(sweep.key):
-        yield f"sweep.key = {shown_value(sweep.key)}: must be a key of the configuration, like optimizer.lr"
+        yield f"sweep.key = {shown_value(sweep.key)}: must be a key of the configuration, such as optimizer.lr"
     if sorted(set(sweep.values)) != sweep.values:
         yield f"sweep.values = {shown_value(sweep.values)}: must be different numbers in ascending order"
     for name in sweep.per:
         if definition.axis(name) is None:
-            yield f"sweep.per: there is no axis {shortened(name)}; there are {_axis_names(definition)}"
+            yield f"sweep.per: no axis {shortened(name)}; the axes are {_axis_names(definition)}"
     for name, wanted in sweep.at.items():
         yield from _value_faults(definition, "sweep.at", name, wanted)
     for axis in definition.axes:
         if axis.name not in sweep.per and axis.name not in sweep.at and len(axis.values) > 1:
-            yield f"sweep: the axis {axis.name} must be in per, or stand at one of its values in at"
+            yield f"sweep: the axis {axis.name} must be in per, or have one of its values in at"
 
 
 def _value_faults(definition: Definition, where: str, name: str, wanted: Scalar | list[Scalar]) -> Iterator[str]:
     axis = definition.axis(name)
     if axis is None:
-        yield f"{where}: there is no axis {shortened(name)}; there are {_axis_names(definition)}"
+        yield f"{where}: no axis {shortened(name)}; the axes are {_axis_names(definition)}"
         return
     for one in wanted if isinstance(wanted, list) else [wanted]:
         if axis.value(one) is None:
@@ -273,5 +273,5 @@ def _explain(path: Path, item: dict[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{path}: {key} is missing"
     if item["type"] == "extra_forbidden":
-        return f"{path}: unknown key {shortened(key)}; there are {', '.join(_File.model_fields)}"
+        return f"{path}: unknown key {shortened(key)}; the keys are {', '.join(_File.model_fields)}"
     return f"{path}: {shortened(key)} = {shown_value(item['input'])}: {str(item['msg']).lower()}"

@@ -1,4 +1,4 @@
-"""What ``lightscale study fit`` finds, as tables and as JSON."""
+"""The results of ``lightscale study fit``, as tables and as JSON."""
 
 import argparse
 import json
@@ -21,16 +21,16 @@ from lightscale.study.study import Study
 
 _DRAWS_OF_POINTS = 1000
 _MEANINGS = {
-    "E": "loss of an endless model on endless data",
-    "alpha": "of N",
-    "beta": "of D",
-    "a": "best N grows as C^a where C is 6·N·D",
-    "b": "best D grows as C^b",
+    "E": "irreducible loss",
+    "alpha": "exponent of N",
+    "beta": "exponent of D",
+    "a": "optimal N grows as C^a, with C = 6·N·D",
+    "b": "optimal D grows as C^b",
 }
 
 
 def fit_points(args: argparse.Namespace) -> None:
-    """Print the constants with their intervals, as a table or as JSON."""
+    """Fit the loss surface of points; print its constants with intervals, as a table or as JSON."""
     draws = args.draws or _DRAWS_OF_POINTS
     estimate = estimate_surface(read_points(args.points), draws=draws, seed=args.seed)
     if args.json:
@@ -40,7 +40,7 @@ def fit_points(args: argparse.Namespace) -> None:
 
 
 def fit_study(study: Study, args: argparse.Namespace) -> None:
-    """Fit, keep and print the laws of a study."""
+    """Fit, store and print the laws of a study."""
     laws, record = fit(study, finish_all(study), draws=args.draws, seed=args.seed)
     if args.json:
         print(json.dumps(record))
@@ -48,16 +48,16 @@ def fit_study(study: Study, args: argparse.Namespace) -> None:
     console = _console()
     for one in laws:
         _print_architecture(one, console)
-    console.print(f"kept in {study.path / 'fit.json'}; curves in {study.path / 'curves.parquet'} and cells/*.csv")
+    console.print(f"saved: {study.path / 'fit.json'}; curves: {study.path / 'curves.parquet'} and cells/*.csv")
 
 
 def fit(
     study: Study, curves: dict[str, RunCurve], *, draws: int | None, seed: int
 ) -> tuple[list[ArchitectureLaws], dict[str, Any]]:
-    """The laws of `curves`, and fit.json; `UserError` with all that is missing where there is none.
+    """Fit the laws of `curves` and write fit.json. Raises `UserError` with all missing data if there is no law.
 
-    Curves of cells that have not ended are fitted too: with a constant learning rate each of their points is the end
-    of a shorter run.
+    Curves of unfinished cells count too: with a constant learning rate, each of their points is the end of a shorter
+    run.
     """
     laws = study_laws(study, curves, draws=draws or study.definition.fit.draws, seed=seed)
     if not any(one.has_any for one in laws):
@@ -75,7 +75,7 @@ def fit(
 
 
 def finish_all(study: Study) -> dict[str, RunCurve]:
-    """The curves of all cells that have one, by name; written as CSV where a run has ended, and all as parquet."""
+    """The curves of all cells with one, by name. Writes curves of ended runs as CSV, and all curves as parquet."""
     curves = {}
     for cell in study.cells():
         if cell.is_pending:
@@ -88,19 +88,19 @@ def finish_all(study: Study) -> dict[str, RunCurve]:
 
 
 def interval(constant: FittedNumber) -> str:
-    """ "0.31 to 0.36", or that it is unknown."""
+    """The interval in words: "0.31 to 0.36", or "unknown"."""
     return f"{constant.low:.4g} to {constant.high:.4g}" if constant.low <= constant.high else "unknown"
 
 
 def window_row(name: str, found: FrontierEstimate) -> list[str]:
-    """Window, its C, points, the three exponents with intervals, residual of L(C), of the identity."""
+    """Row of a window: its C, points, three exponents with intervals, residual of L(C), residual of the identity."""
     cells = [name, f"{found.window[0]:.3g} to {found.window[1]:.3g}", f"{len(found.frontier.compute):,}"]
     for law in found.laws.values():
         cells.append(f"{law.exponent.value:.4f} ({interval(law.exponent)})")
     return [*cells, f"{found.laws['loss'].residual:.2%}", f"{found.identity_residual:+.1e}"]
 
 
-WINDOW_HEADINGS = ("window", "C, PFLOP-days", "points", "L ∝ C^", "N_opt ∝ C^", "D_opt ∝ C^", "off (RMS)", "a+b+c-1")
+WINDOW_HEADINGS = ("window", "C, PFLOP-days", "points", "L ∝ C^", "N_opt ∝ C^", "D_opt ∝ C^", "RMS residual", "a+b+c-1")
 
 
 def _print_architecture(laws: ArchitectureLaws, console: Console) -> None:
@@ -139,8 +139,8 @@ def _print_surface(estimate: SurfaceEstimate, console: Console) -> None:
     console.print("loss = E + A / N^alpha + B / D^beta")
     console.print(table)
     console.print(
-        f"{estimate.num_points:,} points of {estimate.num_runs:,} runs; they are off by {estimate.residual:.2%} (RMS); "
-        "intervals are of runs drawn again"
+        f"{estimate.num_points:,} points of {estimate.num_runs:,} runs; residual {estimate.residual:.2%} (RMS); "
+        "intervals: bootstrap over runs"
     )
 
 

@@ -1,7 +1,7 @@
-"""The curve of a run: loss by step, tokens, FLOPs and seconds, over all of its attempts; and smoothed.
+"""The curve of a run: loss by step, tokens, FLOPs and seconds, over all its attempts; and its smoothed loss.
 
-A step counts once: where a later attempt, or a rollback, began before it, what was recorded of it until then is gone.
-A step that the guard skipped has no loss here, and its tokens do not count.
+A step counts once: a later attempt or a rollback that starts before it voids its earlier records. A step skipped by the
+guard has no loss here, and its tokens do not count.
 """
 
 import math
@@ -17,27 +17,27 @@ from lightscale.study.counts import CellCounts
 
 MOST_POINTS = 1000
 _LEAST_STEPS = 3
-"""Through fewer no line is fitted: the window grows to the nearest ones."""
+"""Fewest steps for a line; the window grows to the nearest ones."""
 
 _Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCurve:
-    """(k,) of a run, by ascending step; at most `MOST_POINTS`, evenly spaced in log D."""
+    """Arrays (k,) of a run, by ascending step; at most `MOST_POINTS` points, evenly spaced in log D."""
 
     step: NDArray[np.int64]
     tokens: NDArray[np.float64]
     flops: NDArray[np.float64]
-    """Training FLOPs so far, logits too."""
+    """Training FLOPs so far, including logits."""
     paper_flops: NDArray[np.float64]
-    """By the study's formulas; NaN where it has no such architecture."""
+    """FLOPs by the paper's formulas; NaN for architectures without one."""
     seconds: NDArray[np.float64]
-    """Of the steps that count."""
+    """Time in kept steps."""
     loss: NDArray[np.float64]
-    """Of the step, nats per token."""
+    """Loss of the step, nats per token."""
     smoothed: NDArray[np.float64]
-    """By `smooth`, of all steps around it."""
+    """Loss smoothed by `smooth` over the steps around it."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -72,7 +72,7 @@ def run_curve(run: RunDirectory, counts: CellCounts, *, smoothing: float) -> Run
 
 
 def kept_lines(events: Iterable[_Record], lines: Iterable[_Record]) -> list[_Record]:
-    """The lines of metrics of steps that are part of the model now, by step, one for each."""
+    """Metrics lines of the kept steps, one per step, in order."""
     begins = _beginnings(events)
     kept: dict[int, _Record] = {}
     attempt = 0
@@ -89,10 +89,10 @@ def kept_lines(events: Iterable[_Record], lines: Iterable[_Record]) -> list[_Rec
 def smooth(
     tokens: NDArray[np.float64], loss: NDArray[np.float64], at: NDArray[np.int64], *, factor: float
 ) -> NDArray[np.float64]:
-    """The loss at the indices `at`: a straight line through log `loss` over log `tokens`, by least squares.
+    """The smoothed loss at the indices `at`, from a least-squares line through log `loss` over log `tokens`.
 
-    It is fitted to the steps between D / factor and D · factor. A power law is such a line, so that it is not bent,
-    neither in the middle nor at the end of a run. Fewer than three steps: the nearest three.
+    The line is fitted to the steps between D / factor and D · factor. A power law is such a line, so that smoothing
+    bends it neither in the middle nor at the end of a run. With fewer than three steps, the nearest three are used.
     """
     x, y = np.log(tokens), np.log(loss)
     width = math.log(factor)

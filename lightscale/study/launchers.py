@@ -1,4 +1,4 @@
-"""How the run of a cell is started and watched: as a process here, or as a job of a scheduler."""
+"""Start and supervision of a cell's run: as a local process, or as a scheduler job."""
 
 import contextlib
 import os
@@ -24,26 +24,26 @@ _TAIL_BYTES = 4096
 
 
 class CellLauncher(ABC):
-    """Starts runs, and knows which have ended."""
+    """Starts runs and reports their ends."""
 
     def __init__(self, study: Study) -> None:
         self._study = study
 
     @abstractmethod
     def start(self, cell: Cell) -> None:
-        """Start the run of `cell`, or take over one that is on its way. Raises `UserError` where it cannot start."""
+        """Start the run of `cell`, or take over one in progress. Raises `UserError` if it cannot start."""
 
     @abstractmethod
     def has_ended(self, cell: Cell) -> bool:
-        """Whether what was started for `cell` is over."""
+        """Whether the process or job of `cell` has ended."""
 
     @abstractmethod
     def failure(self, cell: Cell) -> str | None:
-        """Of a cell that has ended without finishing: why; None: it was stopped, and goes on when started again."""
+        """Reason of a cell's failure; None: it was stopped, and a new start continues it."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Have all that was started save and exit, where they are ours to stop."""
+        """Ask all runs started by this launcher to save and exit, if it owns them."""
 
     def _status_failure(self, cell: Cell) -> str | None:
         status = self._study.run(cell).read_status()
@@ -51,9 +51,9 @@ class CellLauncher(ABC):
 
 
 class Here(CellLauncher):
-    """As processes of this machine, each ``lightscale train``.
+    """Runs cells as local processes of ``lightscale train``.
 
-    They are in sessions of their own: a kill of this process leaves them at work, and the next one finds their runs
+    Each has its own session: a kill of this process leaves them running, and the next one detects that their runs are
     held and waits for them.
     """
 
@@ -107,7 +107,7 @@ class Here(CellLauncher):
         return self._status_failure(cell) or f"exit code {child.returncode}: {_last_line(self._study.log(cell))}"
 
     def stop(self) -> None:
-        """See `CellLauncher`. Also those that an earlier command had started."""
+        """See `CellLauncher`. Includes runs started by an earlier command."""
         self._has_stopped = True
         for name, child in self._children.items():
             if child is not None:
@@ -119,7 +119,7 @@ class Here(CellLauncher):
 
 
 class Through(CellLauncher):
-    """As jobs of a scheduler; they go on when this process ends."""
+    """Runs cells as scheduler jobs; they continue when this process ends."""
 
     _ASK_EVERY_S = 5.0
 
@@ -137,7 +137,7 @@ class Through(CellLauncher):
         submit_run(cell.config, JobRequest(run=run, settings=self._settings), scheduler=self._scheduler)
 
     def has_ended(self, cell: Cell) -> bool:
-        """See `CellLauncher`. A scheduler that does not answer is asked again."""
+        """See `CellLauncher`. A scheduler that does not answer is asked again later."""
         now = time.monotonic()
         if now - self._asked.get(cell.name, -self._ASK_EVERY_S) < self._ASK_EVERY_S:
             return False
@@ -153,7 +153,7 @@ class Through(CellLauncher):
         return self._status_failure(cell) or f"its job has ended; `lightscale logs {self._study.run(cell).path}`"
 
     def stop(self) -> None:
-        """See `CellLauncher`. Jobs are the scheduler's: `lightscale cancel` ends them."""
+        """See `CellLauncher`. Jobs belong to the scheduler: `lightscale cancel` ends them."""
 
 
 def _last_line(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""The laws of a study: for each architecture, and each way to count C, what every method finds, or why it cannot."""
+"""The laws of a study: for each architecture and each count of C, the result of every method or its refusal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,50 +18,50 @@ from lightscale.study.study import Study
 
 Counting = Literal["ours", "paper"]
 COUNTINGS: dict[Counting, str] = {
-    "ours": "C: all matrix products of training, logits too; N: all parameters without the embedding",
+    "ours": "C: all matrix products of training, including logits; N: all parameters without the embedding",
     "paper": "C and N by the formulas of arXiv 2406.16690: no logits, no norms",
 }
 BETWEEN = "between"
 WINDOWS = {
-    BETWEEN: "where the next smaller and the next larger model were tried too",
-    "all": "all of the envelope",
-    "without smallest": "not where the smallest model is best",
-    "without largest": "not where the largest model is best",
-    "without both": "neither of them",
+    BETWEEN: "where the next smaller and the next larger model have data",
+    "all": "the complete envelope",
+    "without smallest": "except where the smallest model is best",
+    "without largest": "except where the largest model is best",
+    "without both": "except where the smallest or the largest model is best",
     "lower half": "the lower half of log C of `between`",
     "upper half": "the upper half of log C of `between`",
 }
 _POINTS_PER_CURVE = 20
 _LEAST_RANGE = 1.5
-"""Largest over smallest N of one architecture: in less, other differences of its models are taken for those of size."""
+"""Least ratio of largest to smallest N of one architecture; below it, other differences look like those of size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureLaws:
-    """What was found for one architecture; a text in place of a law says why there is none."""
+    """The laws of one architecture; a text in place of a law gives the reason for its absence."""
 
     architecture: str
     counting: Counting
     curves: list[Curve]
     windows: dict[str, FrontierEstimate | str]
-    """Of the envelope, by the names in `WINDOWS`."""
+    """Laws of the envelope, by the names in `WINDOWS`."""
     isoflop: IsoflopEstimate | str
     surface: SurfaceEstimate | str
 
     @property
     def frontier(self) -> FrontierEstimate | None:
-        """Of the envelope: `between`, or else all of it."""
+        """The law of the envelope: within `between`, or else of the complete envelope."""
         found = (self.windows[name] for name in (BETWEEN, "all"))
         return next((one for one in found if isinstance(one, FrontierEstimate)), None)
 
     @property
     def has_any(self) -> bool:
-        """Whether any law was found."""
+        """Whether any law was fitted."""
         every = (*self.windows.values(), self.isoflop, self.surface)
         return not all(isinstance(one, str) for one in every)
 
     def to_json(self) -> dict[str, Any]:
-        """For fit.json; what could not be fitted as {"refused": why}."""
+        """The entry for fit.json; a missing law is {"refused": reason}."""
         isoflop = self.isoflop if isinstance(self.isoflop, str) else self.isoflop.laws
         return {
             "architecture": self.architecture,
@@ -75,16 +75,16 @@ class ArchitectureLaws:
 
 
 def study_laws(study: Study, curves: dict[str, RunCurve], *, draws: int, seed: int) -> list[ArchitectureLaws]:
-    """Of all architectures of the study's cells in `curves`, the sweep's not among them.
+    """Fit the laws of all architectures of the study's cells in `curves`, without the sweep's cells.
 
-    UserError where the cells learn several tasks: no law joins losses of different questions.
+    Raises UserError if the cells learn several tasks: their losses are not comparable.
     """
     cells = [cell for cell in study.cells() if cell.part == "main" and cell.name in curves]
     tasks = dict.fromkeys(cell.config.task.name for cell in cells)
     if len(tasks) > 1:
         raise UserError(
-            f"{study.definition.path}: task.name is {' and '.join(tasks)} in its cells, whose losses answer different "
-            "questions; make a study of each task"
+            f"{study.definition.path}: task.name is {' and '.join(tasks)} in its cells, and their losses are not "
+            "comparable; use one study per task"
         )
     found = []
     for architecture in dict.fromkeys(cell.architecture for cell in cells):
@@ -125,7 +125,7 @@ def _sizes_alike(curves: Sequence[Curve]) -> str | None:
         return None
     return (
         f"a law of N needs models of different sizes: from N = {smallest:,.0f} to {others[-1]:,.0f} it grows by a "
-        f"factor of {others[-1] / smallest:.2f}; add sizes, until that is {_LEAST_RANGE:g} at least"
+        f"factor of {others[-1] / smallest:.2f}; add sizes up to a factor of at least {_LEAST_RANGE:g}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Points of runs from a CSV file: what others have published can be fitted like runs of one's own."""
+"""Points of runs from a CSV file, so that published results can be fitted like one's own runs."""
 
 import csv
 import math
@@ -15,10 +15,10 @@ _MOST_BYTES = 2**26
 
 
 def read_points(path: Path) -> Points:
-    """The points in `path`: a header with the names of `COLUMNS`, then a line for each.
+    """Read the points in `path`: a header with the names of `COLUMNS`, then one line per point.
 
-    Where D is missing it is C / (6 N). Lines with the same `run` are of one run; without that column each line is one.
-    `UserError` names file, line and column.
+    A missing D is C / (6 N). Lines with the same `run` belong to one run; without that column each line is a run.
+    Raises `UserError` with file, line and column.
     """
     try:
         raw = read_regular(path, what="a file of points", most_bytes=_MOST_BYTES, follow_links=True)
@@ -26,7 +26,7 @@ def read_points(path: Path) -> Points:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; it needs the columns {COLUMNS}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not text in UTF-8 ({error}); it must be CSV") from error
+        raise UserError(f"{path}: not UTF-8 text ({error}); must be CSV") from error
     rows = csv.DictReader(text.splitlines(), strict=True)
     try:
         names = set(rows.fieldnames or ())

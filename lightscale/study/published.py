@@ -1,6 +1,6 @@
-"""What arXiv 2406.16690 prints of its results: Tables 3, 5 and 6. C is in PFLOP-days there, as far as can be told.
+"""Published results of arXiv 2406.16690: Tables 3, 5 and 6. C is most probably in PFLOP-days.
 
-The paper names no unit; with PFLOP-days its N_opt and D_opt at the compute of its runs of 7B are near those runs.
+The paper names no unit; with PFLOP-days, its N_opt and D_opt at the compute of its 7B runs are near those runs.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class PublishedScores:
     num_layers: int
     sequence_length: int
     csr: float
-    """Average of seven tasks of common sense, %."""
+    """Average of seven common-sense tasks, %."""
     wikitext: float
     """Perplexity."""
     lambada: float

@@ -1,4 +1,4 @@
-"""Trains the cells of a study, some at a time, until all have ended."""
+"""Trains the cells of a study, several at a time, until all have ended."""
 
 import contextlib
 import os
@@ -23,23 +23,23 @@ _POLL_S = 0.2
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How it went."""
+    """Result of a command."""
 
     finished: list[str] = field(default_factory=list)
-    """Now, or before."""
+    """Cells finished now or before."""
     failed: dict[str, str] = field(default_factory=dict)
-    """With the reason."""
+    """Failed cells with their reasons."""
     left: list[str] = field(default_factory=list)
-    """Cells to be trained by the same command later."""
+    """Cells that the same command trains later."""
 
 
 class StudyRunner:
     """Runs at most `jobs` cells at a time; a cell that fails stops no other.
 
     Args:
-        is_wanted: which cells are meant, by their names.
-        deadline_s: of ``time.monotonic``; then all are asked to save and exit.
-        say: where lines go.
+        is_wanted: selects cells by name.
+        deadline_s: of ``time.monotonic``; all runs are then asked to save and exit.
+        say: prints a line.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class StudyRunner:
         self._began: dict[str, float] = {}
 
     def run(self) -> Outcome:
-        """Until all wanted cells have ended, or a signal or the deadline stops it."""
+        """Run until all wanted cells have ended, or a signal or the deadline stops it."""
         with _stop_signals(self._stop):
             self._skip_finished()
             while True:
                 if self._deadline_s is not None and time.monotonic() > self._deadline_s:
-                    self._stop("the time of --stop-after is over")
+                    self._stop("--stop-after has passed")
                 self._start_waiting()
                 if not self._running:
                     break
@@ -124,7 +124,7 @@ class StudyRunner:
                 self._fail(cell, failure)
             else:
                 self._outcome.left.append(name)
-                self._say(f"{name}: stopped; the same command goes on with it")
+                self._say(f"{name}: stopped; the same command continues it")
 
     def _fail(self, cell: Cell, reason: str) -> None:
         self._outcome.failed[cell.name] = reason
@@ -139,20 +139,20 @@ class StudyRunner:
 
 
 def record_failure(study: Study, cell: Cell, reason: str) -> None:
-    """Keep why a cell failed, in STUDY/failures.jsonl."""
+    """Record the reason of a cell's failure in STUDY/failures.jsonl."""
     with LineWriter(study.path / "failures.jsonl") as writer:
         writer.write({"time": timestamp(), "cell": cell.name, "reason": reason})
 
 
 def recorded_failures(study: Study) -> dict[str, str]:
-    """The newest reason of each cell that has failed, also of those that have finished since."""
+    """Newest reason of each cell that has failed, including those finished since."""
     lines: Sequence[dict[str, Any]] = read_lines(study.path / "failures.jsonl")
     return {str(line.get("cell")): str(line.get("reason")) for line in lines}
 
 
 @contextlib.contextmanager
 def study_lock(path: Path) -> Iterator[None]:
-    """Hold the study in the directory `path`: one command at a time starts its runs."""
+    """Lock the study in the directory `path`: one command at a time starts its runs."""
     descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip()

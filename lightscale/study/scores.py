@@ -1,14 +1,14 @@
-"""What evaluations say of a run: the newest result of each task."""
+"""The newest result of each evaluation task of a run."""
 
 from lightscale.evaluation.results import read_result
 from lightscale.runs.run_directory import RunDirectory
 
 Scores = dict[str, dict[str, float]]
-"""By task, then by score."""
+"""Values by task, then by score."""
 
 
 def newest_scores(run: RunDirectory) -> Scores:
-    """Of each task in RUN/evaluation the result of the latest step; scores without a value are not in it."""
+    """Result of the latest step for each task in RUN/evaluation; scores without a value are left out."""
     found: Scores = {}
     for path in sorted(run.evaluation.glob("step-*/*.json")):
         if (result := read_result(path)) is not None:

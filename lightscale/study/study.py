@@ -1,13 +1,13 @@
-"""A study on disk: what its file says, its directory, its cells and how far each is.
+"""A study on disk: its definition, directory, cells and their progress.
 
-    STUDY/study.json        the cells that it has, each with what makes it that run
+    STUDY/study.json        its cells, each with the digest of its run
     STUDY/runs/CELL/        an ordinary run for each cell
-    STUDY/logs/CELL.log     what its launcher said
-    STUDY/cells/CELL.json   of a cell that has ended: size, compute, last loss, evaluation; CELL.csv: its curve
+    STUDY/logs/CELL.log     output of its launcher
+    STUDY/cells/CELL.json   of an ended cell: size, compute, last loss, evaluation; CELL.csv: its curve
     STUDY/curves.parquet    all curves
     STUDY/fit.json, STUDY/report.html
 
-A cell whose two files are in cells/ is finished: its run need not be there any more.
+A cell with both files in cells/ is finished: its run may be removed.
 """
 
 import json
@@ -30,34 +30,34 @@ STUDIES = Path("studies")
 _FORMAT = 1
 _MOST_BYTES = 2**26
 _MOST_SHOWN = 5
-_EDGE = "is the {} that the sweep tried: add values beyond it"
+_EDGE = "is the {} value of the sweep: add values beyond it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepChoice:
-    """What the sweep found for one combination of the axes in sweep.per."""
+    """Result of the sweep for one combination of the axes in sweep.per."""
 
     choice: Choice
     losses: Mapping[float, float]
-    """The last smoothed loss of each finished run, by the value tried."""
+    """Last smoothed loss of each finished run, by value."""
     missing: tuple[str, ...]
-    """Its runs that have not finished."""
+    """Runs that have not finished."""
 
     @property
     def value(self) -> float | None:
-        """The value with the least loss; None until all of its runs have finished."""
+        """The value with the least loss; None until all its runs have finished."""
         return None if self.missing else min(self.losses, key=lambda value: self.losses[value])
 
     @property
     def warning(self) -> str | None:
-        """Where the best is at an edge, there may be a better one beyond."""
+        """Warning that the best value is at an edge, so that a better one may lie beyond; None: it is not."""
         if self.value is None or min(self.losses) < self.value < max(self.losses):
             return None
         return _EDGE.format("least" if self.value == min(self.losses) else "greatest")
 
 
 class Study:
-    """A study as it is now."""
+    """The current state of a study."""
 
     def __init__(self, file: Path, directory: Path | None = None) -> None:
         self.definition: Definition = read_definition(file)
@@ -72,27 +72,27 @@ class Study:
         return self.path / "study.json"
 
     def run(self, cell: Cell) -> RunDirectory:
-        """Where the run of `cell` is."""
+        """The run directory of `cell`."""
         return RunDirectory(self.path / "runs" / cell.name)
 
     def log(self, cell: Cell) -> Path:
-        """What its launcher said."""
+        """The log of the cell's launcher."""
         return self.path / "logs" / f"{cell.name}.log"
 
     def counts(self, cell: Cell) -> CellCounts:
-        """What it has and takes."""
+        """Size and cost of `cell`."""
         if cell.name not in self._counts:
             self._counts[cell.name] = count(cell.config)
         return self._counts[cell.name]
 
     def cells(self) -> list[Cell]:
-        """All of them; those that a sweep has chosen for with the value that it has chosen."""
+        """All cells, with the values that the sweep has chosen so far."""
         first = make_cells(self.definition)
         chosen = {one.choice: one.value for one in self.choices(first) if one.value is not None}
         return make_cells(self.definition, chosen) if chosen else first
 
     def choices(self, cells: Sequence[Cell]) -> list[SweepChoice]:
-        """What the sweep has found so far; [] without a sweep."""
+        """Results of the sweep so far; [] without a sweep."""
         by_choice: dict[Choice, list[Cell]] = {}
         for cell in cells:
             if cell.part == "sweep" and cell.choice is not None:
@@ -111,7 +111,7 @@ class Study:
         return SweepChoice(choice=choice, losses=losses, missing=tuple(missing))
 
     def begin(self, *, extend: bool = False) -> None:
-        """Write study.json. `check` first; with `extend` cells may have come to those that were there."""
+        """Write study.json after `check`; `extend` allows new cells."""
         self.check(extend=extend)
         for folder in (self.path / "runs", self.path / "logs", self.path / "cells"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Study:
         write_atomically(self.record_path, json.dumps(record, indent=1) + "\n")
 
     def check(self, *, extend: bool = False) -> None:
-        """`UserError` where the directory holds another study, or what cannot be read."""
+        """Raise `UserError` if the directory holds another study or an unreadable record."""
         recorded = self._recorded()
         if recorded is None:
             return
@@ -130,8 +130,8 @@ class Study:
         if gone or changed:
             what = [f"without {_names(gone)}"] * bool(gone) + [f"with another {_names(changed)}"] * bool(changed)
             raise UserError(
-                f"{self.path} holds a study that {self.definition.path} is not: it is one {' and '.join(what)}; "
-                "restore the axes and the base, or choose another directory with --dir"
+                f"{self.path} holds another study than {self.definition.path}, which is {' and '.join(what)}; "
+                "restore the axes and the base, or use another directory with --dir"
             )
         if added and not extend:
             raise UserError(
@@ -140,31 +140,31 @@ class Study:
             )
 
     def require(self) -> None:
-        """`UserError` where there is no study yet, or another one."""
+        """Raise `UserError` if the directory holds no study, or another one."""
         if not self.record_path.exists():
-            raise UserError(f"{self.path}: there is no study; `lightscale study run {self.definition.path}` begins it")
+            raise UserError(f"{self.path}: no study here; start it with `lightscale study run {self.definition.path}`")
         self.check()
 
     def finished_record(self, cell: Cell) -> dict[str, Any] | None:
-        """What cells/CELL.json says of a finished cell; None: it is not finished."""
+        """The content of cells/CELL.json; None: the cell is not finished."""
         path = self.path / "cells" / f"{cell.name}.json"
         try:
             value = json.loads(read_regular(path, what="the record of a cell", most_bytes=_MOST_BYTES))
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: {error}; remove it, and it is made again from its run") from None
+            raise UserError(f"{path}: {error}; remove it to create it again from its run") from None
         if not isinstance(value, dict) or not isinstance(value.get("smoothed"), float) or "digest" not in value:
-            raise UserError(f"{path}: not the record of a cell; remove it, and it is made again from its run")
+            raise UserError(f"{path}: not the record of a cell; remove it to create it again from its run")
         if not cell.is_pending and value["digest"] != cell.digest:
             raise UserError(
                 f"{path}: the record of a run with another configuration; remove it and {self.run(cell).path} to train "
-                "the cell again, or choose another directory with --dir"
+                "the cell again, or use another directory with --dir"
             )
         return value
 
     def finish(self, cell: Cell) -> bool:
-        """Write the records of `cell` where its run has ended; returns whether it is finished."""
+        """Write the records of `cell` if its run has ended; returns whether it is finished."""
         run = self.run(cell)
         if not run.config.exists() or not run.is_finished(cell.config):
             return self.finished_record(cell) is not None
@@ -172,7 +172,7 @@ class Study:
         run.changes(cell.config)
         counts, curve = self.counts(cell), self.curve(cell, from_run=True)
         if curve is None:
-            raise UserError(f"{run.metrics}: the run is finished, and no step of it can be read; restore the file")
+            raise UserError(f"{run.metrics}: the run is finished, but no step is readable; restore the file")
         folder = self.path / "cells"
         folder.mkdir(parents=True, exist_ok=True)
         write_curve(folder / f"{cell.name}.csv", curve)
@@ -194,7 +194,7 @@ class Study:
         return True
 
     def curve(self, cell: Cell, *, from_run: bool = False) -> RunCurve | None:
-        """The curve of `cell`, finished or on its way; None before its first step."""
+        """The curve of `cell`, finished or in progress; None before its first step."""
         if not from_run and self.finished_record(cell) is not None:
             return read_curve(self.path / "cells" / f"{cell.name}.csv")
         return run_curve(self.run(cell), self.counts(cell), smoothing=self.definition.about.smoothing)
@@ -207,7 +207,7 @@ class Study:
             value = json.loads(read_regular(self.record_path, what="the record of a study", most_bytes=_MOST_BYTES))
         except FileNotFoundError:
             if (self.path / "config.toml").exists():
-                raise UserError(f"{self.path} is the directory of a run; choose another with --dir") from None
+                raise UserError(f"{self.path} is the directory of a run; use another with --dir") from None
             return None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.record_path}: {shortened(str(error))}; restore it") from None

@@ -36,8 +36,8 @@ def test_what_is_no_run_is_refused_with_what_may_be_meant() -> None:
     Path("mine").mkdir()
     for given, message in (
         ("mine", "mine is not a run directory: it has no config.toml; did you mean runs/mine?"),
-        ("ohter", "there is no run ohter: neither ohter nor runs/ohter is there; did you mean runs/other?"),
-        ("runs/zebra", "there is no run runs/zebra: the directory is not there; `lightscale runs` lists runs"),
+        ("ohter", "no run ohter: neither ohter nor runs/ohter exists; did you mean runs/other?"),
+        ("runs/zebra", "no run runs/zebra: no such directory; `lightscale runs` lists runs"),
     ):
         with pytest.raises(UserError) as caught:
             require_run(run_path(given))

@@ -56,9 +56,9 @@ def refusal(path: Path, *overrides: str) -> str:
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must be a list of 2"),
         ("checkpoint.keep=1", "checkpoint.keep = 1: must be a whole number >= 2"),
         ("checkpoint.asynchronous=yes", 'checkpoint.asynchronous = "yes": must be true or false'),
-        ("metrics.tensorboard=true", "unknown key metrics.tensorboard; it is called metrics.sinks now"),
-        ('metrics.sinks=["jsonl", "tensorbord"]', "no sink is called tensorbord; did you mean tensorboard?"),
-        ('metrics.sinks=["tensorboard"]', "without jsonl nothing records the run"),
+        ("metrics.tensorboard=true", "unknown key metrics.tensorboard; use its new name, metrics.sinks"),
+        ('metrics.sinks=["jsonl", "tensorbord"]', "unknown sink tensorbord; did you mean tensorboard?"),
+        ('metrics.sinks=["tensorboard"]', "must contain jsonl"),
         ('metrics.sinks=["jsonl", "jsonl"]', "names jsonl twice"),
         ("metrics.wandb.mode=later", 'metrics.wandb.mode = "later": must be "online" or "offline"'),
         ("data.sources.a=0", "data.sources.a = 0: must be a number > 0"),
@@ -67,7 +67,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ("train.tokens=1.5", "train.tokens = 1.5: must be a whole number >= 1"),
         (
             "model.mixer=tnt",
-            'model.mixer = "tnt": no mixer is called tnt; did you mean tnl or lightnet or delta-net? '
+            'model.mixer = "tnt": unknown mixer tnt; did you mean tnl or lightnet or delta-net? '
             "known: bi-rn, causal-rn, cosformer2, decay-attention, delta-net, gated-delta-net, hgrn2, kimi-delta, "
             "lightnet, lion-lit, lion-retnet, lion-s, llama, tnl",
         ),
@@ -93,7 +93,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ),
         (
             "model.mixer_options.gate_rank=8",
-            "model.mixer_options.gate_rank = 8: options stand in a table [model.mixer_options.NAME]",
+            "model.mixer_options.gate_rank = 8: use a table [model.mixer_options.NAME]",
         ),
         ("model.mixer_options.tnl=8", "model.mixer_options.tnl = 8: must be a table"),
         ("model.mixer_options=8", "model.mixer_options = 8: must be a table of NAME = a table"),
@@ -106,7 +106,7 @@ def test_mistake_in_an_override_names_it_and_what_is_right(tiny_run: Path, overr
 
 def test_layers_to_recompute_want_full_recomputation(tiny_run: Path) -> None:
     message = refusal(tiny_run, "train.recompute_layers=4")
-    assert f'{tiny_run}: train.recompute_layers = 4 goes with train.recompute = "full", not "none"' in message
+    assert f'{tiny_run}: train.recompute_layers = 4 needs train.recompute = "full", not "none"' in message
     assert load(tiny_run, ["train.recompute_layers=4", "train.recompute=full"]).train.recompute_layers == 4
 
 
@@ -190,7 +190,7 @@ def test_options_are_those_of_the_mixers_in_use(tiny_run: Path, tmp_path: Path) 
     ],
 )
 def test_an_old_name_of_a_key_is_refused_with_the_new_one(tiny_run: Path, old: str, new: str) -> None:
-    assert f"unknown key model.{old}; it is called model.{new} now" in refusal(tiny_run, f"model.{old}=64")
+    assert f"unknown key model.{old}; use its new name, model.{new}" in refusal(tiny_run, f"model.{old}=64")
 
 
 def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'broken.toml'}: not valid TOML" in refusal(tmp_path / "broken.toml")
     assert str(tmp_path / "child.toml") in refusal(tmp_path / "child.toml")
     assert 'extends "size/3Q.toml"' in refusal(tmp_path / "child.toml")
-    assert f"looked in {tmp_path / 'size'} and " in refusal(tmp_path / "child.toml")
+    assert f"searched {tmp_path / 'size'} and " in refusal(tmp_path / "child.toml")
     assert "extends = 3: must be a path or a list of paths" in refusal(tmp_path / "number.toml")
     assert "a directory; a configuration file is a regular file" in refusal(tmp_path)
 
@@ -355,24 +355,24 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task.name=maskd"], 'task.name = "maskd": no task is called maskd; did you mean masked?'),
-        (["task.name=3"], "task.name = 3: no task is called 3; known: causal, masked, classify"),
-        (["task.mlm_probability=0.3"], 'unknown key task.mlm_probability; it goes with task.name = "masked"'),
+        (["task.name=maskd"], 'task.name = "maskd": unknown task maskd; did you mean masked?'),
+        (["task.name=3"], "task.name = 3: unknown task 3; known: causal, masked, classify"),
+        (["task.mlm_probability=0.3"], 'unknown key task.mlm_probability; it needs task.name = "masked"'),
         ([*MASKED, "task.mlm_probabilit=0.3"], "unknown key task.mlm_probabilit; did you mean task.mlm_probability?"),
         ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, mlm_probability"),
         ([*MASKED, "task.mlm_probability=0.0"], "task.mlm_probability = 0.0: must be a number > 0 and <= 1"),
         ([*MASKED, "task.mask_replace_prob=0.95"], "together more than 1; use at most 0.05 for random_replace_prob"),
         (
             ["task.name=masked"],
-            "but layer 0 (tnl) only those before; use a mixer that can read both: lightnet, llama, lion-lit",
+            "but layer 0 (tnl) reads only those before; use a bidirectional mixer: lightnet, llama, lion-lit",
         ),
         (
             ["task.name=masked", "model.mixer=llama"],
-            "but layer 0 (llama) only those before; set model.mixer_options.llama.causal = false",
+            "but layer 0 (llama) reads only those before; set model.mixer_options.llama.causal = false",
         ),
         (
             [*MASKED, 'model.mixer=["llama", "hgrn2"]'],
-            "but layer 1 (hgrn2) only those before",
+            "but layer 1 (hgrn2) reads only those before",
         ),
         (
             [*MASKED, "task.name=causal"],
@@ -382,12 +382,12 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
             [*MASKED, "evaluation.every_steps=5", 'evaluation.tasks=["lambada"]'],
             'evaluation.every_steps = 5 needs a model that predicts the next token, but task.name = "masked"',
         ),
-        (["task.name=classify"], "needs the table model.head, with num_labels, the number of classes"),
+        (["task.name=classify"], "needs the table model.head; set model.head.num_labels to the number of classes"),
         (["model.head.num_labels=3"], 'but task.name = "causal" predicts tokens; remove the table'),
         (["task.name=classify", "model.head.num_labels=1"], "model.head.num_labels = 1: must be a whole number >= 2"),
         (
             ["task.name=classify", "task.mlm_probability=0.1"],
-            'unknown key task.mlm_probability; it goes with task.name = "masked"',
+            'unknown key task.mlm_probability; it needs task.name = "masked"',
         ),
     ],
     ids=lambda value: value[-1].replace("/", "_") if isinstance(value, list) else "",
@@ -437,4 +437,4 @@ def test_difference_names_the_keys_that_differ(tiny_config: TinyConfig) -> None:
 def test_a_check_of_the_whole_names_the_file_and_quotes_no_table(tiny_run: Path) -> None:
     with pytest.raises(UserError) as refused:
         load(tiny_run, ["optimizer.schedule=cosine", "optimizer.warmup_steps=20"])
-    assert str(refused.value).startswith(f"{tiny_run}: optimizer.warmup_steps = 20 leaves no step of the run's 4 steps")
+    assert str(refused.value).startswith(f"{tiny_run}: optimizer.warmup_steps = 20 leaves none of the run's 4 steps")

@@ -186,7 +186,7 @@ def test_data_axis_takes_the_rest_of_the_processes(
                 *("parallel.exchange=two_level", "parallel.ranks_per_node=4"),
             ],
             12,
-            ["as many sequence ranks on every node; with 4 ranks a node", "[1, 2]", "gather"],
+            ["equal numbers of sequence ranks on all nodes; with 4 ranks per node", "[1, 2]", "gather"],
             "parallel.exchange=gather",
             12,
         ),

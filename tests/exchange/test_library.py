@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_refused(own_run: Callable[[str], Path]) -> None
 
 
 def test_what_is_not_there_is_named(saved_runs: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no run"):
+    with pytest.raises(UserError, match="no run"):
         lightscale.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no checkpoint of step 9; it has: 3"):
         lightscale.load(f"{saved_runs / 'tnl'}@9")

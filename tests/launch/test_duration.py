@@ -17,4 +17,4 @@ def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_duration("--stop-after", text)
     assert str(caught.value).startswith(f"--stop-after {text}: must be a time")
-    assert 'like "23h30m" or "90s"' in str(caught.value)
+    assert 'such as "23h30m" or "90s"' in str(caught.value)

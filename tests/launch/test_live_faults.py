@@ -215,7 +215,7 @@ def test_the_run_cannot_be_written_for_a_while_and_a_rank_dies(
         # Some steps, of which nothing can be seen: the ranks' output is there too.
         time.sleep(5)
         job.rank(1).kill()
-        job.wait(lambda: "waiting until it can be written" in job.log.read_text())
+        job.wait(lambda: "waiting until the disk accepts writes" in job.log.read_text())
         assert job.run.progress()[0] <= STEP + 1
     assert job.end() == 0, job.log.read_text()
     assert job.trajectory() == undisturbed
@@ -313,7 +313,7 @@ def test_the_disk_is_full_for_a_while(
             file.write(bytes(4096))
     if is_killed:
         job.rank(1).kill()
-        job.wait(lambda: "waiting until it can be written" in job.log.read_text())
+        job.wait(lambda: "waiting until the disk accepts writes" in job.log.read_text())
     else:
         job.wait(lambda: "training continues, records are kept in memory" in job.log.read_text())
     ballast.unlink()

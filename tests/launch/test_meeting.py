@@ -163,7 +163,7 @@ def test_each_difference_is_named_on_all_ranks(run_ranks: RunRanks, folder: Path
     assert first.pop("nothing") == ""
     for name, said in first.items():
         head, *lines = said.splitlines()
-        assert head == "78 the ranks cannot train one run together, and nothing was started:", name
+        assert head == "78 the ranks cannot train one run together; nothing was started:", name
         assert any(re.search(CASES[name].says, line) for line in lines), (name, said)
     # Nothing else is taken for a difference: here one key differs and no more.
     for name in (
@@ -210,9 +210,11 @@ def test_numbers_that_are_given_twice_or_do_not_fit(run_ranks: RunRanks) -> None
     said = run_ranks(try_numbers, 3, free_ports(3))
     twice, two_servers, sizes = zip(*said, strict=True)
     assert len(set(twice)) == 1
-    assert re.search(r"at 127.0.0.1:\d+: rank 1 is given to process 10[12] on [BC], process 10[12] on [BC]; ", twice[0])
+    assert re.search(
+        r"at 127.0.0.1:\d+: rank 1 is assigned to process 10[12] on [BC], process 10[12] on [BC]; ", twice[0]
+    )
     assert len(set(two_servers)) == 1
-    assert re.search(r"rank 0 is given to process 10[01] on [AB], process 10[01] on [AB]", two_servers[0])
+    assert re.search(r"rank 0 is assigned to process 10[01] on [AB], process 10[01] on [AB]", two_servers[0])
     assert all(re.search(r"WORLD_SIZE: [34] on .*rank.*, [34] on ", one) for one in sizes)
 
 

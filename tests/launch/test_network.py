@@ -44,8 +44,8 @@ def test_what_is_not_there(environ: dict[str, str], name: str) -> None:
     with pytest.raises(UserError) as caught:
         check_interfaces(environ, uses_nccl=True)
     assert str(caught.value) == (
-        f'{variable} = "{text}": {socket.gethostname()} has no network interface {name} with an address; there are '
-        "ib0, lo; unset it, or name one of them"
+        f'{variable} = "{text}": {socket.gethostname()} has no network interface {name} with an address; unset the '
+        "variable, or use one of ib0, lo"
     )
 
 

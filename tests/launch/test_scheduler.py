@@ -156,7 +156,7 @@ def test_each_scheduler_of_the_table_is_there() -> None:
         assert isinstance(get_scheduler(name), Scheduler)
         assert get_scheduler(name).title
     assert type(get_scheduler()) is type(get_scheduler(default_scheduler()))
-    with pytest.raises(UserError, match=f"scheduler abacus: unknown; use {', '.join(SCHEDULERS)}"):
+    with pytest.raises(UserError, match=f"unknown scheduler abacus; use {', '.join(SCHEDULERS)}"):
         get_scheduler("abacus")
 
 
@@ -195,7 +195,7 @@ def test_jobs_of_a_toy_from_submission_to_the_end(toy: None, folder: Path, capsy
     assert said("cancel", "runs/tiny-run", "--now") == "job 1 is ending\n"
     write_queue({"1": "running"})
     assert said("cancel", "runs/tiny-run", "--now") == "job 1 cancelled\n"
-    assert said("cancel", "runs/tiny-run") == "runs/tiny-run has no job that waits or runs\n"
+    assert said("cancel", "runs/tiny-run") == "runs/tiny-run has no waiting or running job\n"
     assert said("logs", "runs/tiny-run", "--follow") == "job 3 speaks\n"
     (shown,) = json.loads(said("runs", "--json"))
     assert shown["job"] is None
@@ -242,7 +242,7 @@ def test_a_scheduler_refuses_before_anything_is_written(
     for words, message in (
         (["--nodes", "2"], "launch.nodes = 2: use 1"),
         (["--account", "nobody"], "nobody has no account"),
-        (["--scheduler", "abacus"], "scheduler abacus: unknown; use slurm, local, toy"),
+        (["--scheduler", "abacus"], "unknown scheduler abacus; use slurm, local, toy"),
     ):
         assert main([*SUBMIT, *words]) == 78
         assert message in capsys.readouterr().err
@@ -348,8 +348,8 @@ def test_a_scheduler_that_does_not_answer_is_not_taken_for_no_job(
     queue_file().write_text(json.dumps(dict.fromkeys(queue, "unknown")))
     assert main(["cancel", "runs/tiny-run"]) == os.EX_TEMPFAIL
     output = capsys.readouterr()
-    assert "has no job" not in output.out
-    assert output.err == "job 1: the scheduler does not answer, it may wait or run; try again\n"
+    assert "has no waiting or running job" not in output.out
+    assert output.err == "job 1: the scheduler does not answer, and the job may wait or run; try again\n"
     assert main(["cancel", "runs/tiny-run", "--json"]) == os.EX_TEMPFAIL
     assert json.loads(capsys.readouterr().out)["unknown"] == [1]
     assert main([*SUBMIT]) == 78

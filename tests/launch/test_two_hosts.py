@@ -274,7 +274,7 @@ def test_a_host_that_is_lost(hosts: tuple[Host, Host], folder: Path) -> None:
     assert time.monotonic() - lost < COLLECTIVE_TIMEOUT_S + 60
     said = job.logs[0].read_text()
     assert re.search(r"^rank 0 failed: .* \(step \d+, .*\(output of all ranks: ", said, re.MULTILINE), said
-    assert said.splitlines()[-1].startswith("resume, on all 2 hosts, with: lightscale train run.toml ")
+    assert said.splitlines()[-1].startswith("resume on all 2 hosts with: lightscale train run.toml ")
     status = job.run.read_status()
     assert status is not None and status.status == "resumable"
     assert hosts[0].processes() == []
@@ -291,7 +291,7 @@ def test_a_host_that_does_not_come(hosts: tuple[Host, Host], folder: Path) -> No
         (line,) = job.lines(0)
         assert line.startswith(f"error: {says}"), line
         assert (
-            "start them too, with this address" if node == 0 else "MASTER_ADDR and MASTER_PORT (--master-addr"
+            "start the missing ranks with this address" if node == 0 else "MASTER_ADDR and MASTER_PORT (--master-addr"
         ) in line
     assert not job.run.path.exists()
 
@@ -303,9 +303,7 @@ def test_a_master_that_is_not_the_first_host(hosts: tuple[Host, Host], folder: P
     first, second = (job.lines(number) for number in range(2))
     assert len(first) == len(second) == 1, job.said()
     assert first[0].startswith(f"error: rank 0 cannot reach itself at {place} (")
-    assert first[0].endswith(
-        "MASTER_ADDR (--master-addr) is not node-a, where rank 0 is, or the network is closed there"
-    )
+    assert first[0].endswith("set MASTER_ADDR (--master-addr) to node-a, the host of rank 0, or open the network there")
     assert second[0].startswith(f"error: rank 0 of 2 cannot be reached at {place} (")
     assert not job.run.path.exists()
 
@@ -336,7 +334,7 @@ def test_a_port_that_something_has_which_does_not_answer(
         first
     )
     assert first.endswith("end it, or set another MASTER_PORT (--master-port)")
-    assert second.startswith(f"error: rank 0 of 2 cannot be reached at {place} (what listens there does not answer)"), (
+    assert second.startswith(f"error: rank 0 of 2 cannot be reached at {place} (the program there does not answer)"), (
         second
     )
     assert "set another MASTER_PORT (--master-port)" in second
@@ -350,7 +348,7 @@ def test_an_interface_that_one_host_does_not_have(hosts: tuple[Host, Host], fold
     for number in range(2):
         text = "\n".join(job.lines(number))
         assert 'node-b (rank 1): GLOO_SOCKET_IFNAME = "ib7": node-b has no network interface ib7' in text, text
-        assert "there are fabric, lo; unset it, or name one of them" in text
+        assert "unset the variable, or use one of fabric, lo" in text
     assert not job.run.path.exists()
 
 

@@ -111,7 +111,7 @@ def test_the_mixers_own_checks_name_its_table(tiny_run: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_it_is_among_the_known_mixers(tiny_run: Path) -> None:
-    with pytest.raises(UserError, match=r"no mixer is called tyo; .*known: bi-rn, .*, tnl, toy$"):
+    with pytest.raises(UserError, match=r"unknown mixer tyo; .*known: bi-rn, .*, tnl, toy$"):
         load(tiny_run, ["model.mixer=tyo"])
     with pytest.raises(UserError, match=r"model.mixer_options.toy = \{decay = 0.5\}: no layer uses this mixer"):
         load(tiny_run, ["model.mixer_options.toy.decay=0.5"])
@@ -189,7 +189,7 @@ def test_two_packages_with_one_name_are_refused(
     install(tmp_path / "site", name="other-toy")
     on_path(tmp_path / "site")
     with pytest.raises(
-        UserError, match="several packages have a mixer toy: other-toy, toy-mixer; uninstall all but one"
+        UserError, match="several packages provide a mixer toy: other-toy, toy-mixer; uninstall all but one"
     ):
         load(tiny_run, ["model.mixer=toy"])
 

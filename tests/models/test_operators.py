@@ -74,7 +74,7 @@ def test_an_operator_that_nobody_described_is_refused(mixer: str | list[str], mo
 
 def test_a_cost_class_that_planning_has_no_speed_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TNLSpec, "operator", "norm")
-    with pytest.raises(UserError, match=r"mixer 'tnl': its operator 'norm' has cost class 'memory'.* scan, gated_scan"):
+    with pytest.raises(UserError, match=r"mixer 'tnl': operator 'norm' has cost class 'memory'.* scan, gated_scan"):
         _ = Workload(shape("tnl"), 128).layers
 
 

@@ -60,7 +60,7 @@ def test_a_layer_that_cannot_be_split_says_so(axis: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("overrides", "world_size", "parts"),
     [
-        (["parallel.virtual_stages=2"], 1, ["parallel.virtual_stages = 2", "parallel.pipeline of at least 2"]),
+        (["parallel.virtual_stages=2"], 1, ["parallel.virtual_stages = 2", "parallel.pipeline >= 2"]),
         (
             ["parallel.virtual_stages=3", "parallel.pipeline=2"],
             2,

@@ -195,7 +195,7 @@ def test_every_number_has_a_meaning_and_a_source() -> None:
         ("nic_gbytes_s", ["'' is not a number"]),
         ("nic_gbytes_s=fast", ["'fast' is not a number", "nic_gbytes_s=50"]),
         ("gpus_per_node=2.5", ["'2.5' is not a whole number"]),
-        ("gpus_per_node=0", ["finite and greater than 0", "GPUs of a node"]),
+        ("gpus_per_node=0", ["finite and greater than 0", "GPUs per node"]),
         ("nic_pair_share=1.5", ["between 0 and 1"]),
         ("hop_us=-1", ["at least 0"]),
         ("peak_tflops=nan", ["peak_tflops"]),

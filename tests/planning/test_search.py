@@ -203,7 +203,7 @@ def test_people_see_a_prediction_and_what_it_rests_on(capsys: pytest.CaptureFixt
         "sequence: states",
         "of 73.6 usable",
         "train.recompute=none data.sequence_length=1048576 train.global_batch_size=4",
-        "train.global_batch_size=4 it is 4,194,304, +6.7%",
+        "train.global_batch_size=4 gives 4,194,304, +6.7%",
         "given by --set",
         "assumed",
         "pipeline: 1F1B",
@@ -211,7 +211,7 @@ def test_people_see_a_prediction_and_what_it_rests_on(capsys: pytest.CaptureFixt
         assert words in " ".join(out.split()), words
     table = plan(capsys, path, "--nodes", "1,2", "--length", "2M..4M")
     assert table.count("does not fit") == 1
-    assert "1 node, sequences of 4M tokens: nothing fits; the least that it takes is 2 nodes\n" in table
+    assert "1 node, sequences of 4M tokens: no layout fits; use at least 2 nodes\n" in table
     assert "matrix products" not in table.split("hardware numbers")[0]
 
 

@@ -220,7 +220,7 @@ def test_people_and_programs_get_the_figures() -> None:
     events, lines = after(25)
     found = measure([*BEFORE, event(20, 1, "failed"), event(21, 1, "restart"), *events], [*LINES, *lines])
     assert found.sentence() == (
-        "goodput 29.4%: 5 steps count, 2 lost, 0 skipped; 1 restart (18 s on average); checkpoints stall 1.47%"
+        "goodput 29.4%: 5 steps kept, 2 lost, 0 skipped; 1 restart (18 s on average); checkpoints stall 1.47%"
     )
     assert found.scalars() == {
         "effective_time_ratio": pytest.approx(10 / 34),
@@ -245,7 +245,7 @@ def test_it_is_read_from_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("events", "lines", "words"),
     [
-        ([{"attempt": 1}], [], "an event without a name"),
+        ([{"attempt": 1}], [], "an event has no name"),
         ([{"event": "start", "attempt": None}], [], "attempt = None is not a whole number"),
         ([{"event": "start", "attempt": 1, "time": "noon"}], [], "time = 'noon'"),
         ([event(0, 1, "start")], [{"attempt": 1, "step_s": 1.0}], "step = None"),

@@ -125,7 +125,7 @@ def test_on_another_machine_signs_of_life_count(run: RunDirectory) -> None:
     write_holder(run, age_s=20, **ELSEWHERE)
     message = refusal(run)
     assert "in use by process 1234 on gpu17 of job 99" in message
-    assert "it renewed its lock 20 s ago, and after 60 s it counts as dead" in message
+    assert "it renewed its lock 20 s ago (it counts as dead after 60 s)" in message
     write_holder(run, age_s=61, **ELSEWHERE)
     with RunLock(run):
         assert [event["from_host"] for event in takeovers(run)] == ["gpu17"]

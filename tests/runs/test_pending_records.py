@@ -53,7 +53,7 @@ def test_a_launcher_waits_for_its_disk(monkeypatch: pytest.MonkeyPatch, capsys: 
         return "written"
 
     assert when_possible(write) == "written"
-    assert capsys.readouterr().err.count("waiting until it can be written") == 1
+    assert capsys.readouterr().err.count("waiting until the disk accepts writes") == 1
     for give_up, patience_s in ((lambda: True, 900.0), (lambda: False, 0.05)):
         monkeypatch.setattr(full_disk, "_PATIENCE_S", patience_s)
         faults = [PASSING[0]] * 1000

@@ -52,7 +52,7 @@ def test_points_of_one_run_are_drawn_together(tmp_path: Path, capsys: pytest.Cap
         ("N,D,loss\n1e6,1e9\n", "line 2: loss = None"),
         ("N,D,loss\n1e6,inf,3\n", "line 2: D = 'inf'"),
         ('N,D,loss\n1e6,"1e9,3\n', "not CSV"),
-        ("N,D,loss\n1e6,1e9,3\n", "it needs 3 different N, and there are 1"),
+        ("N,D,loss\n1e6,1e9,3\n", "needs 3 different N, and there are 1"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
@@ -64,7 +64,7 @@ def test_files_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_is_no_file_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    for name, message in [("missing.csv", "no such file"), ("binary.csv", "not text in UTF-8"), (".", "a directory")]:
+    for name, message in [("missing.csv", "no such file"), ("binary.csv", "not UTF-8 text"), (".", "a directory")]:
         assert main(["study", "fit", "--points", str(tmp_path / name)]) == 78
         assert message in capsys.readouterr().err
 

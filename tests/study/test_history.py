@@ -97,9 +97,9 @@ def test_files_of_curves_are_read_back(tmp_path: Path) -> None:
     [
         (lambda text: text.replace("4.5", "many", 1), "line 3: loss = 'many'; must be a number above 0"),
         (lambda text: text.replace("4.5", "-4.5", 1), "line 3: loss = '-4.5'"),
-        (lambda text: text.replace("2,200", "2,20", 1), "step and tokens must rise"),
-        (lambda text: text.replace("step,", "steps,"), "its first line must be step,tokens"),
-        (lambda text: text[: text.index("4.5")], r"line 3: \d values; there must be 7|line 3"),
+        (lambda text: text.replace("2,200", "2,20", 1), "step and tokens must increase"),
+        (lambda text: text.replace("step,", "steps,"), "the first line must be step,tokens"),
+        (lambda text: text[: text.index("4.5")], r"line 3: \d values; must be 7|line 3"),
     ],
 )
 def test_damaged_curves_are_refused(tmp_path: Path, change: object, message: str) -> None:

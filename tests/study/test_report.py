@@ -156,10 +156,10 @@ def test_runs_are_compared(finished: Study, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "--out", "page.html"], "there is no run nowhere"),
-        (["{run}", "--out", "nowhere/page.html"], "--out nowhere/page.html: there is no folder nowhere"),
+        (["nowhere", "--out", "page.html"], "no run nowhere"),
+        (["{run}", "--out", "nowhere/page.html"], "--out nowhere/page.html: no folder nowhere"),
         (["{run}", "--out", "page.html", "--smoothing", "1"], "--smoothing 1.0: must be above 1"),
-        (["{new}", "--out", "page.html"], "no step was recorded yet"),
+        (["{new}", "--out", "page.html"], "no run has a recorded step yet"),
     ],
 )
 def test_comparisons_that_are_refused(
@@ -190,10 +190,10 @@ def test_too_few_cells_are_refused_with_what_is_missing(
     assert "studies/tiny has no curves" in capsys.readouterr().err
     pretend(study, study.cells()[0], [5.0 - 0.01 * step for step in range(40)])
     assert main(["study", "fit", "tiny.toml"]) == 78
-    assert "an envelope needs runs of 3 sizes at least; there are 1" in capsys.readouterr().err
+    assert "an envelope needs runs of at least 3 sizes; there are 1" in capsys.readouterr().err
     # The page shows what there is all the same.
     assert main(["study", "report", "tiny.toml"]) == 0
-    assert "needs runs of 3 sizes" in Path("studies/tiny/report.html").read_text()
+    assert "needs runs of at least 3 sizes" in Path("studies/tiny/report.html").read_text()
 
 
 def test_sizes_that_hardly_differ_have_no_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,4 +226,4 @@ masked = { task = { name = "masked" }, model = { mixer = "llama", mixer_options.
     for cell in study.cells():
         pretend(study, cell, [5.0, 4.0], [1, 2])
     assert main(["study", "fit", str(study.definition.path), "--dir", str(study.path)]) == 78
-    assert "task.name is causal and masked in its cells, whose losses answer" in capsys.readouterr().err
+    assert "task.name is causal and masked in its cells, and their losses are not" in capsys.readouterr().err

@@ -77,14 +77,14 @@ def test_the_best_at_an_edge_is_said() -> None:
             pretend(study, cell, [5.0, 4.5, 4.0 - 10 * cell.tried])
             study.finish(cell)
     assert [one.warning for one in study.choices(study.cells())] == [
-        "is the greatest that the sweep tried: add values beyond it"
+        "is the greatest value of the sweep: add values beyond it"
     ] * 2
 
 
 def test_a_study_with_other_axes_is_refused() -> None:
     begun()
     smaller = write_study(Path(), TINY[: TINY.index("[axes.size.large]")])
-    with pytest.raises(UserError, match=r"is not: it is one without tnl-large, llama-large; restore the axes"):
+    with pytest.raises(UserError, match=r"which is without tnl-large, llama-large; restore the axes"):
         Study(smaller).check()
     changed = write_study(Path(), TINY.replace("intermediate_size = 160", "intermediate_size = 128"))
     with pytest.raises(UserError, match=r"with another tnl-large, llama-large"):
@@ -160,15 +160,15 @@ def test_status_counts_states(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["status", "tiny.toml"], "there is no study; `lightscale study run tiny.toml` begins it"),
+        (["status", "tiny.toml"], "no study here; start it with `lightscale study run tiny.toml`"),
         (["run", "tiny.toml"], "store"),
         (["run", "tiny.toml", "--jobs", "0"], "--jobs 0: must be 1 to"),
-        (["run", "tiny.toml", "--only", "huge*"], "no cell is called so"),
-        (["run", "tiny.toml", "--nodes", "2"], "--nodes: goes with --scheduler"),
+        (["run", "tiny.toml", "--only", "huge*"], "no cell has such a name"),
+        (["run", "tiny.toml", "--nodes", "2"], "--nodes: needs --scheduler"),
         (["run", "tiny.toml", "--scheduler", "pbs"], "scheduler pbs: unknown"),
         (["plan", "nowhere"], "cannot read the study nowhere"),
         (["plan", "tiny.toml", "--nodes", "0"], "--nodes 0: must be"),
-        (["fit"], "give either STUDY.toml, or --points"),
+        (["fit"], "use either STUDY.toml or --points"),
         (["report", "tiny.toml", "--draws", "1"], "--draws 1: must be at least 2"),
     ],
 )

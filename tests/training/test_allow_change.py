@@ -75,7 +75,7 @@ def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: P
             text.splitlines()[-1],
         )
     assert fingerprint(refused.checkpoints) == before
-    assert 'model.mixer = "tml": no mixer is called tml; did you mean tnl' in results[5][1]
+    assert 'model.mixer = "tml": unknown mixer tml; did you mean tnl' in results[5][1]
     (changed,) = [event for event in read_lines(other.events) if event["event"] == "data_changed"]
     assert changed["step"] == 20
     assert "store" in changed["changes"]
@@ -114,5 +114,5 @@ def test_names_that_mean_nothing(
 ) -> None:
     monkeypatch.chdir(workplace)
     assert main(["train", "run.toml", "--run", "runs/never", f"--allow-change={key}", "--json"]) == 78
-    assert f"--allow-change {key}: neither a key or section of the configuration" in capsys.readouterr().err
+    assert f"--allow-change {key}: use a key or section of the configuration" in capsys.readouterr().err
     assert not (workplace / "runs/never").exists()

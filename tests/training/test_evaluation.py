@@ -292,7 +292,7 @@ def test_tasks_are_checked_before_anything_is_written(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["evaluation.every_steps=4"], "evaluation.tasks names no task"),
+        (["evaluation.every_steps=4"], "evaluation.tasks is empty"),
         (
             ["evaluation.every_steps=4", 'evaluation.tasks=["held.toml"]', "parallel.virtual_stages=2"],
             "--follow",
@@ -376,7 +376,7 @@ def test_what_a_follower_needs_is_not_removed(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs/one@3", "--follow"], "--follow takes every checkpoint of a run, not one step"),
+        (["runs/one@3", "--follow"], "--follow evaluates every checkpoint; remove the step"),
         (["runs/one", "runs/one", "--follow"], "--follow takes one run, not 2"),
         (["runs/evaluation-none", "--follow"], "runs/evaluation-none"),
     ],

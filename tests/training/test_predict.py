@@ -218,7 +218,7 @@ def test_what_people_see(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "causal": (["runs/causal", "--file", "few.jsonl"], "`lightscale generate` writes; use that, or --embed mean"),
+    "causal": (["runs/causal", "--file", "few.jsonl"], "use `lightscale generate` to continue texts, or --embed mean"),
     "no mask": (["runs/masked", "--file", "few.jsonl"], "few.jsonl:1: no mask in the text; write [MASK]"),
     "another mask": (
         ["runs/masked", "--file", "masked.jsonl", "--mask", "<mask>"],
@@ -235,11 +235,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "nowhere": (["runs/tuned", "--file", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
     "there already": (
         ["runs/tuned", "--file", "few.jsonl", "--out", "few.jsonl"],
-        "it exists and is never overwritten",
+        "the file exists",
     ),
-    "a mask of classes": (["runs/tuned", "--file", "few.jsonl", "--mask", "_"], "no mask is filled"),
+    "a mask of classes": (["runs/tuned", "--file", "few.jsonl", "--mask", "_"], "no masks to fill"),
     "vectors by number": (["runs/tuned", "--file", "few.jsonl", "--embed", "last", "--top", "3"], "gives one vector"),
-    "another model": (["runs/tuned", "--file", "few.jsonl", "model.num_layers=1"], "a trained model is used as it is"),
+    "another model": (["runs/tuned", "--file", "few.jsonl", "model.num_layers=1"], "not allowed for a trained model"),
     "damaged names": (["runs/drawn", "--file", "few.jsonl"], "classes.json: damaged"),
 }
 

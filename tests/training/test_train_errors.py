@@ -211,7 +211,7 @@ def test_a_run_that_is_removed_under_its_ranks_stops(
         run.path.mkdir()
     ended = training.end()
     assert ended.code == 78
-    what = "is another directory now" if is_replaced else "is no longer there"
+    what = "is another directory now" if is_replaced else "is gone"
     assert f"error: {run.path} {what}" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not run.path.exists() or list(run.path.iterdir()) == []

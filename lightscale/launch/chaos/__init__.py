@@ -1,1 +1,1 @@
-"""``lightscale chaos``: a run under faults, compared with the same run left in peace."""
+"""``lightscale chaos``: a run under faults, compared with the same run undisturbed."""

@@ -1,12 +1,12 @@
-"""A campaign: the undisturbed run, then the same run under faults, again and again until all faults have happened.
+"""A campaign: the undisturbed run, then the same run under faults, repeated until all faults have happened.
 
-DIR/reference/       the undisturbed run; used again by a campaign with the same configuration
+DIR/reference/       the undisturbed run; reused by a campaign with the same configuration
     round-0001/      the runs under faults, each of the same steps
     round-0001.log   the output of their commands
-    disk/            the run whose disk fills up
-    poisoned-0001/   the runs whose numbers become NaN, and so go back and jump over data
-    peaceful-0001/   the same with the same jumps, undisturbed
-    store/           the copy of the store that all of them read, if its tokens are to change; other-store/ differs
+    disk/            the run with a full disk
+            poisoned-0001/   the runs with NaN, which go back and jump over data
+            peaceful-0001/   undisturbed runs with the same jumps
+            store/           the copy of the store for all runs, if tokens change; other-store/ differs
 """
 
 import contextlib
@@ -42,24 +42,24 @@ _DISK_CHECKPOINTS, _DISK_SPARE_BYTES, _LARGEST_DISK_BYTES = 6, 32 << 20, 2 << 30
 
 @dataclass(kw_only=True)
 class CampaignResult:
-    """What happened in all rounds."""
+    """Results of all rounds."""
 
     reference_s: float = 0.0
-    """Time of the undisturbed run, from its first event to its last."""
+    """Duration of the undisturbed run, from its first event to its last."""
     trials: list[Trial] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     finished_s: list[float] = field(default_factory=list)
-    """The same of each run that finished under faults."""
+    """Duration of each run that finished under faults."""
     detection: DamageCheck = field(default_factory=DamageCheck)
     skipped: list[str] = field(default_factory=list)
-    """Faults that could not be tried, and why."""
+    """Faults that could not be injected, with reasons."""
 
 
 class Campaign:
-    """Runs of `config` with `overrides`, as `lightscale train` takes them, in `directory`.
+    """Runs of `config` with `overrides`, as for `lightscale train`, in `directory`.
 
-    `report` is called with a line of text and the result so far: before each part, and after each fault; `keep` with
-    what is judged, after each run.
+    `report` is called with a line of text and the result so far, before each part and after each fault. `keep` is
+    called with the judged result, after each run.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Campaign:
         self._reference = RunDirectory(directory / "reference")
 
     def run(self, amounts: Mapping[str, int], *, flips: int) -> CampaignResult:
-        """Everything, in turn; `amounts` by the names in `SORTS`."""
+        """Run all parts; `amounts` by the names in `SORTS`."""
         amounts = self._with_stores(amounts)
         self._report("undisturbed run", self.result)
         self._run_reference()
@@ -114,7 +114,7 @@ class Campaign:
             # recover.
             if len(queue) == before or not self.result.trials[-1].finished:
                 break
-        self.result.skipped += [f"{one.kind}: the runs had ended, or were given up, before it" for one in queue]
+        self.result.skipped += [f"{one.kind}: the runs had ended or were given up before it" for one in queue]
 
     def _with_stores(self, amounts: Mapping[str, int]) -> Mapping[str, int]:
         """Make the stores that faults of `amounts` need; returns the amounts that can be tried."""
@@ -127,7 +127,7 @@ class Campaign:
         # Opened, because a copy of what is no store would be one more mistake.
         store = TokenStore(self.config.data.store).path
         if (size := num_bytes(store)) > LARGEST_STORE_BYTES:
-            self.result.skipped += [f"{name}: {store} of {size:,} bytes is too large to be copied" for name in needed]
+            self.result.skipped += [f"{name}: {store} of {size:,} bytes is too large to copy" for name in needed]
             return {**amounts, **dict.fromkeys(needed, 0)}
         copy = (self.directory / "store").absolute()
         copy_store(store, copy)
@@ -276,7 +276,7 @@ def _small_disk(directory: Path, size: int) -> Iterator[str | None]:
     command = [mount, "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        yield f"a small file system cannot be mounted ({done.stderr.strip()}); root can"
+        yield f"cannot mount a small file system ({done.stderr.strip()}); run as root"
         return
     try:
         yield None

@@ -1,4 +1,4 @@
-"""``lightscale chaos``: test on this machine whether a run survives faults, and notices those that it must notice."""
+"""``lightscale chaos``: test on this machine that a run survives faults, and detects those that it must detect."""
 
 import argparse
 import datetime
@@ -49,8 +49,8 @@ _COUNTED = ("faults", "detected", "recovered", "mismatches", "undetected")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale chaos``."""
-    add_config(parser, ", of some minutes")
-    add_overrides(parser, f"values that replace the file's and those of the command ({' '.join(OVERRIDES)})")
+    add_config(parser, "; the run should take a few minutes")
+    add_overrides(parser, f"override values of CONFIG and of this command ({' '.join(OVERRIDES)})")
     for name, sort in SORTS.items():
         text = f"{sort.text} (default: {sort.default})"
         parser.add_argument(f"--{name}", type=int, default=sort.default, metavar="N", help=text)
@@ -59,21 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_FLIPS,
         metavar="N",
-        help="bit flips in a copy of a checkpoint; with any, each of its files is also damaged in other ways "
+        help="bit flips in a copy of a checkpoint; above 0, each of its files is also damaged in other ways "
         f"(default: {_FLIPS})",
     )
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults (default: 0)")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
     add_run_option(
         parser,
-        "where the runs go; an undisturbed run of the same configuration is used again, the others are removed "
+        "directory of the runs; an undisturbed run of the same configuration is reused, the others are removed "
         "(default: runs/NAME-chaos of CONFIG)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train undisturbed, then under faults, and compare; 0 if nothing was lost, 1 otherwise."""
+    """Train undisturbed, then under faults, and compare; returns 0 if nothing was lost, else 1."""
     for name in [*SORTS, "flips", "processes"]:
         number, least = _amount(args, name), int(name == "processes")
         if number < least:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(result: CampaignResult) -> dict[str, Any]:
-    """The result in numbers, with a line of text for everything that is wrong."""
+    """The result in numbers, with a line of text for each problem."""
     injected = [one for trial in result.trials for one in trial.injected]
     recovered = sum(one.recovered for one in injected)
     kills = [one.fault for one in injected if isinstance(one.fault, Kill)]
@@ -182,7 +182,7 @@ def _show(record: dict[str, Any]) -> None:
         for text in texts:
             console.print(f"{name.replace('_', ' ')}: {text}")
     if record["unreached"]:
-        console.print(f"never reached, killed at another instant: {', '.join(record['unreached'])}")
+        console.print(f"phases never reached (killed at another instant): {', '.join(record['unreached'])}")
     for text in record["left_out"]:
         console.print(f"skipped: {text}")
     console.print("passed" if record["passed"] else "FAILED")
@@ -191,7 +191,7 @@ def _show(record: dict[str, Any]) -> None:
 def _totals(record: dict[str, Any]) -> Table:
     table = Table("", "", box=box.SIMPLE, show_header=False)
     goodput = "—" if record["goodput"] is None else f"{record['goodput']:.1%}"
-    per_fault = "—" if record["seconds_per_fault"] is None else f"{record['seconds_per_fault']} s a fault"
+    per_fault = "—" if record["seconds_per_fault"] is None else f"{record['seconds_per_fault']} s per fault"
     for name, value in (
         ("faults", f"{record['faults']}"),
         ("recovered", f"{record['recovered']}"),

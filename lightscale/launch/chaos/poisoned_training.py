@@ -1,8 +1,8 @@
-"""The command `lightscale`, whose ranks set numbers of theirs to NaN when they are told to.
+"""The command `lightscale`, with ranks that set their numbers to NaN on order.
 
-`python -m lightscale.launch.chaos.poisoned_training train …` is started by `lightscale chaos`, and by nobody else.
-Memory goes bad without a word of the program, so nothing in the training knows of this: its engine is changed here, in
-the launcher, whose forks the ranks are, or in each rank that is a new process.
+Only `lightscale chaos` starts it, as `python -m lightscale.launch.chaos.poisoned_training train …`. Memory fails
+without a trace in the program, so the training has no code for it: this module changes its engine in the launcher,
+whose forks are the ranks, or in each rank that is a new process.
 """
 
 import json
@@ -26,7 +26,7 @@ _PREFIXES = {"weight": WEIGHTS_PREFIX, "first moment": "exp_avg.", "second momen
 
 
 def poison(engine: Engine) -> None:
-    """Carry out the order of this rank, if there is one."""
+    """Carry out the order of this rank, if any."""
     file = order_file(Path(os.environ[VARIABLE].removeprefix("@")), int(os.environ["RANK"]))
     try:
         order = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Which faults a run meets, and when: drawn from a seed, so that the same command meets the same ones."""
+"""The faults of a run and their times, drawn from a seed, so that a command repeats them exactly."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from lightscale.launch.chaos.faults.not_finite import draw_nans
 from lightscale.launch.chaos.harness.trial import Fault
 
 Where = Literal["ordinary", "small disk", "poisoned"]
-"""The runs that faults come in: ordinary ones; one with a small file system; those whose data differs afterwards."""
+"""Kinds of runs for faults: ordinary; with a small file system; with changed data afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class Sort:
     """Faults of one sort."""
 
     default: int
-    """How many of them."""
+    """Default number."""
     text: str
-    """For the help."""
+    """Text in the help."""
     draw: Callable[[random.Random, int, int], Iterable[Fault]]
-    """So many, of a run of so many ranks."""
+    """Draws a number of faults for a number of ranks."""
     where: Where = "ordinary"
 
 
@@ -36,41 +36,37 @@ class Sort:
 # confidence.
 SORTS: dict[str, Sort] = {
     "kills": Sort(default=200, text="SIGKILLs of ranks and launcher, half of them during saves", draw=draw_kills),
-    "damages": Sort(
-        default=12, text="times that the newest checkpoint is damaged between two attempts", draw=draw_damages
-    ),
-    "stops": Sort(default=2, text="ranks that are stopped (SIGSTOP), to be noticed by the launcher", draw=draw_stops),
-    "disk-faults": Sort(default=6, text="saves that meet ENOSPC, EIO or a slow disk", draw=draw_disk_faults),
+    "damages": Sort(default=12, text="damages to the newest checkpoint between two attempts", draw=draw_damages),
+    "stops": Sort(default=2, text="ranks stopped (SIGSTOP), for the launcher to detect", draw=draw_stops),
+    "disk-faults": Sort(default=6, text="saves with ENOSPC, EIO or a slow disk", draw=draw_disk_faults),
     "full-disks": Sort(
         default=3,
-        text="times that the disk of the checkpoints fills up, on a small file system that root may mount",
+        text="fill-ups of the checkpoints' disk, on a small file system (needs root to mount it)",
         draw=draw_full_disks,
         where="small disk",
     ),
     "changed-tokens": Sort(
         default=4,
-        text="times that tokens change, in a copy of the store, under the job or between two attempts",
+        text="changes of tokens in a copy of the store, under the job or between two attempts",
         draw=draw_changed_tokens,
     ),
-    "lost-checkpoints": Sort(
-        default=4, text="times that all checkpoints are gone at a start", draw=draw_lost_checkpoints
-    ),
+    "lost-checkpoints": Sort(default=4, text="starts without any of the checkpoints", draw=draw_lost_checkpoints),
     "damaged-records": Sort(
         default=4,
-        text="times that metrics, events, jobs or status are damaged between two attempts",
+        text="damages to metrics, events, jobs or status between two attempts",
         draw=draw_damaged_records,
     ),
     "disagreements": Sort(
         default=4, text="starts by hand with another value, store or layout on one rank", draw=draw_disagreeing_ranks
     ),
     "nans": Sort(
-        default=4, text="weights and moments that become NaN in the memory of a rank", draw=draw_nans, where="poisoned"
+        default=4, text="NaNs in weights and moments in the memory of a rank", draw=draw_nans, where="poisoned"
     ),
 }
 
 
 def schedule(amounts: Mapping[str, int], *, processes: int, seed: int, where: Where = "ordinary") -> list[Fault]:
-    """All faults of the runs `where`, in the order in which they come; `amounts` by the names in `SORTS`."""
+    """All faults of the runs `where`, in order; `amounts` by the names in `SORTS`."""
     faults: list[Fault] = []
     for name, sort in SORTS.items():
         if sort.where == where:

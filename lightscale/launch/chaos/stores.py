@@ -1,4 +1,4 @@
-"""Stores for faults: a copy whose tokens may be changed, and one that was made of other tokens."""
+"""Stores for faults: a copy with changeable tokens, and one with other tokens."""
 
 import json
 import shutil
@@ -16,13 +16,13 @@ def num_bytes(store: Path) -> int:
 
 
 def copy_store(store: Path, copy: Path) -> None:
-    """Make `copy` anew, for a campaign that was killed may have left it changed."""
+    """Create `copy` again, since a killed campaign may have left it changed."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(store, copy)
 
 
 def write_other_store(store: Path, other: Path) -> None:
-    """Make `other` as if the tokens of its sources had been others when it was prepared: with other hashes."""
+    """Create `other` as if prepared from other tokens, with other hashes."""
     copy_store(store, other)
     for path in sorted(other.glob(f"*/{_METADATA}")):
         group = json.loads(path.read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""The commands that start, stop and show runs."""
+"""Commands that start, stop and show runs."""

@@ -1,4 +1,4 @@
-"""``lightscale cancel``: end the jobs of a run."""
+"""``lightscale cancel``: cancel the jobs of a run."""
 
 import argparse
 import json
@@ -23,17 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale cancel``."""
     add_run(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--waiting", action="store_true", help="only the jobs that have not started")
+    how.add_argument("--waiting", action="store_true", help="cancel only jobs that have not started")
     how.add_argument(
-        "--now", action="store_true", help="do not wait for a save: the scheduler kills the job some seconds later"
+        "--now", action="store_true", help="kill without a save: the scheduler ends the job after a few seconds"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the jobs: those that wait at once, one that runs after it has saved.
+    """Cancel the jobs: waiting ones at once, a running one after its save.
 
-    75 where a scheduler does not answer: a job may wait or run that was not ended.
+    Returns 75 if a scheduler does not answer: a job may still wait or run.
     """
     require_run(args.run)
     directory = RunDirectory(args.run)
@@ -57,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"job {one['number']} {_WORDS[one['outcome']]}")
     if unknown:
         numbers = ", ".join(map(str, unknown))
-        print(f"job {numbers}: the scheduler does not answer, it may wait or run; try again", file=sys.stderr)
+        print(f"job {numbers}: the scheduler does not answer, and the job may wait or run; try again", file=sys.stderr)
         return os.EX_TEMPFAIL
     if not live and not args.waiting and not args.json:
-        print(f"{directory.path} has no job that waits or runs")
+        print(f"{directory.path} has no waiting or running job")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""What `lightscale train` and `submit` check before a run starts, on the machine where they are called.
+"""Checks of `lightscale train` and `submit` before a run starts, on the machine of the command.
 
-Imports no torch, except to count the GPUs of a machine that has a driver for them: a mistake is named within a second.
+Imports no torch, except to count GPUs on a machine with a GPU driver, so that mistakes are reported within a second.
 """
 
 import ctypes
@@ -22,13 +22,13 @@ from lightscale.training.beginning import check_beginning
 
 
 class WrongUse(UserError):
-    """A mistake in what is asked for: a run, a file, a task, its data, a layout."""
+    """A mistake in the request: a run, a file, a task, its data, a layout."""
 
     EXIT_CODE = 2
 
 
 def default_directory(config: Path) -> Path:
-    """Where the run of a configuration is: runs/NAME for NAME.toml; a run's own config.toml stands for that run."""
+    """Default run directory: runs/NAME for NAME.toml; for a run's own config.toml, that run."""
     # Otherwise a command line that names a run's own file would start another run, runs/config.
     if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
         return config.parent
@@ -36,7 +36,7 @@ def default_directory(config: Path) -> Path:
 
 
 def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
-    """What ``--allow-change`` names."""
+    """The keys of ``--allow-change``."""
     for key in keys:
         section, _, rest = key.partition(".")
         fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
@@ -47,14 +47,14 @@ def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
         )
         if not known:
             raise UserError(
-                f"--allow-change {key}: neither a key or section of the configuration, like optimizer.lr or data, "
-                "nor versions or versions.PACKAGE, nor lost-checkpoints"
+                f"--allow-change {key}: use a key or section of the configuration such as optimizer.lr or data, "
+                "versions, versions.PACKAGE, or lost-checkpoints"
             )
     return frozenset(keys)
 
 
 def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
-    """Whether nothing is left to do; refuses a run of another configuration. Nothing of an existing run is touched."""
+    """Whether the run has no steps left; refuses a run with another configuration. Changes nothing."""
     # By one rename: of two processes that start the same new run at once, the slower one compares with the faster
     # one's.
     if directory.create(config):
@@ -64,7 +64,7 @@ def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str
 
 
 def num_processes(config: RunConfig, wanted: int | None) -> int:
-    """Ranks on this machine: ``wanted``, or one per GPU, or one. UserError where its GPUs are too few."""
+    """Ranks on this machine: ``wanted``, or one per GPU, or one. Raises UserError for too few GPUs."""
     gpus = num_gpus(config)
     if config.train.device == "cuda" and gpus == 0:
         raise UserError('train.device = "cuda", but torch sees no GPU; use "auto" or "cpu"')
@@ -72,12 +72,14 @@ def num_processes(config: RunConfig, wanted: int | None) -> int:
     if processes < 1:
         raise UserError(f"--processes {processes}: must be at least 1")
     if gpus and processes > gpus:
-        raise UserError(f"--processes {processes}: there are only {gpus} GPUs, and each process needs its own")
+        raise UserError(
+            f"--processes {processes}: this machine has {gpus} GPUs, and each process needs one; use at most {gpus}"
+        )
     return processes
 
 
 def num_gpus(config: RunConfig) -> int:
-    """GPUs of this machine that the run may use."""
+    """Number of GPUs on this machine for the run."""
     return 0 if config.train.device == "cpu" else _num_gpus()
 
 
@@ -92,14 +94,14 @@ def _num_gpus() -> int:
 
 
 def check_run(config: RunConfig, num_ranks: int, directory: RunDirectory) -> None:
-    """Refuse a configuration that cannot run on so many ranks in `directory`, or whose data is not there."""
+    """Refuse a configuration that cannot run on `num_ranks` ranks in `directory`, or has missing data."""
     # The quickest first: reading the store may take seconds on a network file system.
     check_divides(config, num_ranks)
     check_inputs(config, directory)
 
 
 def check_divides(config: RunConfig, num_ranks: int) -> Layout:
-    """The layout on so many ranks; UserError that names one that divides where the configuration's does not."""
+    """The layout on `num_ranks` ranks. Raises UserError with a valid layout if the configured one does not divide."""
     try:
         return check_layout(config, num_ranks)
     except LayoutError as error:
@@ -108,7 +110,7 @@ def check_divides(config: RunConfig, num_ranks: int) -> Layout:
 
 
 def check_inputs(config: RunConfig, directory: RunDirectory) -> None:
-    """Refuse what no number of ranks can run: shapes that no mixer can have, data or first weights of another kind."""
+    """Refuse configurations impossible on any number of ranks: shapes of mixers, unfit data or initial weights."""
     check_mixers(config.model, config.parallel)
     check_installed(config.metrics.sinks)
     _check_store(config)
@@ -140,7 +142,7 @@ def _check_store(config: RunConfig) -> None:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"{tokenizer.name} in {named}; use at least as many"
+            f"{tokenizer.name} in {named}; use at least {tokenizer.vocab_size}"
         )
     for name in data.sources:
         _check_source(f"data.sources.{name}", name, store)
@@ -158,7 +160,7 @@ def _check_store(config: RunConfig) -> None:
             raise UserError(
                 f"data.validation.{name}.store = {validation.store} was written with another tokenizer "
                 f"({_describe(other.tokenizer)}) than {named} ({_describe(tokenizer)}); "
-                "prepare both with the same one"
+                "prepare both with the same tokenizer"
             )
         task.check_store(config.model, other, [validation.source])
 

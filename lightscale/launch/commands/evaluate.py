@@ -1,4 +1,4 @@
-"""``lightscale evaluate``: measure trained models."""
+"""``lightscale evaluate``: evaluate trained models."""
 
 import argparse
 import importlib
@@ -34,36 +34,36 @@ NAME = "evaluate"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale evaluate``."""
     parser.description = (
-        "Measures one or several runs, and keeps the results in RUN/evaluation. A task that has a result is not done "
-        "again; one that was interrupted goes on with what is left."
+        "Evaluates one or several runs and stores the results in RUN/evaluation. A task with a result is not "
+        "repeated; an interrupted task continues where it stopped."
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN[@STEP]", help="directory of a run, or NAME for runs/NAME; a step "
-        "(default: the newest checkpoint)")  # fmt: skip
-    layout = "parallel.tensor=2, pipeline, sequence: ranks that hold one model together (default: whole on each rank)"
+    add("runs", nargs="+", metavar="RUN[@STEP]", help="directory of a run, or NAME for runs/NAME; "
+        "step of a checkpoint (default: the newest)")  # fmt: skip
+    layout = "layout of one model over ranks, such as parallel.tensor=2 (default: a complete model on each rank)"
     add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
-    tasks = f"tasks, separated by commas: {', '.join(known_tasks())}, or files that describe one, FILE.toml"
+    tasks = f"tasks, separated by commas: {', '.join(known_tasks())}, or task files FILE.toml"
     add("--tasks", required=True, metavar="NAME,…", help=tasks)
     add("--data", type=path_argument, default=Path("data/evaluation"), metavar="DIR",
-        help="folder with the data of tasks that are named (default: %(default)s)")  # fmt: skip
+        help="folder with the data of named tasks (default: %(default)s)")  # fmt: skip
     add("--processes", type=int, metavar="N", help="ranks on this machine (default: one per GPU, or one)")
-    add("--limit", type=int, metavar="N", help="only the first N documents or questions of each task")
-    add("--context", type=int, metavar="N", help="longest prompt in tokens (default: any for linear mixers, and the "
-        "longest sequence of training for models with softmax attention)")  # fmt: skip
+    add("--limit", type=int, metavar="N", help="use only the first N documents or questions of each task")
+    add("--context", type=int, metavar="N", help="longest prompt, in tokens (default: no limit for linear mixers; the "
+        "longest training sequence for models with softmax attention)")  # fmt: skip
     add("--row-tokens", type=int, default=8192, metavar="N",
-        help="tokens that pass through the model at once (default: %(default)s)")  # fmt: skip
-    add("--no-sharing", action="store_true", help="run prefixes that prompts share once for each of them")
-    add("--follow", action="store_true", help="of a run that trains: every checkpoint as it comes, until the run is "
-        "finished; none is removed before")  # fmt: skip
-    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
-    add("--again", action="store_true", help="also what has a result")
+        help="tokens per forward pass of the model (default: %(default)s)")  # fmt: skip
+    add("--no-sharing", action="store_true", help="recompute shared prefixes for every prompt")
+    add("--follow", action="store_true", help="evaluate every new checkpoint of a training run until it is "
+        "finished; the run keeps each checkpoint until then")  # fmt: skip
+    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's)")
+    add("--again", action="store_true", help="repeat tasks that have a result")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print the results as JSON")
-    output.add_argument("--csv", action="store_true", help="print a line for each score, separated by commas")
+    output.add_argument("--csv", action="store_true", help="print one CSV line per score")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks."""
+    """Evaluate. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks."""
     adopt_job(os.environ)
     environment = RankEnvironment.read(os.environ)
     if environment is not None:
@@ -81,7 +81,7 @@ class _Plan:
 
     @property
     def config(self) -> RunConfig:
-        """With the layout of all runs."""
+        """Configuration of the first run with the layout of all."""
         return self.runs[0].config
 
 
@@ -102,7 +102,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         if word not in overrides:
             directory, step = split_step(word)
             if args.follow and step is not None:
-                raise UserError(f"{word}: --follow takes every checkpoint of a run, not one step")
+                raise UserError(f"{word}: --follow evaluates every checkpoint; remove the step")
             path = run_path(directory)
             chosen = choose_run(path, step=step, store=args.store, overrides=overrides, may_wait=args.follow)
             check_writable(chosen.directory)
@@ -110,9 +110,9 @@ def _plan(args: argparse.Namespace) -> _Plan:
                 task.check(chosen.tokenizer)
             runs.append(chosen)
     if not runs:
-        raise UserError("no run is named; RUN is a run's directory, or NAME for runs/NAME")
+        raise UserError("no run named; use a run's directory, or NAME for runs/NAME")
     if args.follow and len(runs) > 1:
-        raise UserError(f"--follow takes one run, not {len(runs)}; start one job for each")
+        raise UserError(f"--follow takes one run, not {len(runs)}; start one command per run")
     return _Plan(runs=runs, tasks=tasks)
 
 
@@ -174,7 +174,7 @@ def _report(args: argparse.Namespace, plan: _Plan, *, is_main: bool = True) -> i
         for name, meaning in _definitions(results).items():
             console.print(f"{name}: {meaning}")
         for folder in dict.fromkeys(f"{result['run']}/evaluation/step-{result['step']:08d}" for result in results):
-            console.print(f"kept in {folder}")
+            console.print(f"saved in {folder}")
     return 0
 
 
@@ -183,5 +183,5 @@ def _definitions(results: Sequence[Result]) -> dict[str, str]:
 
 
 def preload() -> ModuleType:
-    """By name: importing models and engine takes seconds, which mistakes must not wait for."""
+    """Import models and engine by name: it takes seconds, and mistakes are reported before."""
     return importlib.import_module("lightscale.evaluation.evaluate")

@@ -1,4 +1,4 @@
-"""``lightscale generate``: let a trained model continue texts."""
+"""``lightscale generate``: continue texts with a trained model."""
 
 import argparse
 import importlib
@@ -31,41 +31,46 @@ _MOST_PROMPT_BYTES = 2**28
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale generate``."""
     add = parser.add_argument
-    add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
-    layout = "parallel.tensor=2: ranks that hold the model together (default: whole on each rank)"
+    add("run", metavar="RUN[@STEP]", help="directory of a run, or NAME for runs/NAME; step (default: the newest)")
+    layout = "layout of the model over ranks, such as parallel.tensor=2 (default: a complete model on each rank)"
     add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
-    add("--prompt", metavar="TEXT", help="text to continue (default: none, the model begins a document)")
+    add("--prompt", metavar="TEXT", help="text to continue (default: none, the model starts a document)")
     add("--prompt-file", type=path_argument, metavar="FILE", help="file with the text to continue, UTF-8")
-    prompts = 'many texts to continue: JSON lines like {"prompt": "def ", "tokens": 50}'
+    prompts = 'file of texts to continue: JSON lines such as {"prompt": "def ", "tokens": 50}'
     add("--file", type=path_argument, metavar="FILE", help=prompts)
-    add("--interactive", action="store_true", help="continue each line that is typed, or comes from stdin")
-    add("--step", type=int, metavar="N", help="the same as RUN@N")
-    add("--tokens", type=int, default=200, metavar="N", help="tokens at most (default: %(default)s)")
-    temperature = "divides the logits; 0 takes the most probable token (default: %(default)s)"
+    add("--interactive", action="store_true", help="continue each line of stdin")
+    add("--step", type=int, metavar="N", help="same as RUN@N")
+    add("--tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)")
+    temperature = "divisor of the logits; 0: always the most probable token (default: %(default)s)"
     add("--temperature", type=float, default=0.8, metavar="T", help=temperature)
-    add("--top-k", type=int, metavar="K", help="only the K most probable tokens (default: all)")
-    add("--top-p", type=float, metavar="P", help="only the most probable tokens that together have P (default: all)")
-    penalty = "above 1: tokens that the text has become less probable (default: 1, none)"
+    add("--top-k", type=int, metavar="K", help="sample from the K most probable tokens (default: all)")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the most probable tokens with total probability P (default: all)",
+    )
+    penalty = "above 1: reduces the probability of tokens already in the text (default: 1, none)"
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
     add("--stop", action="append", default=[], metavar="TEXT",
-        help="end before this text; several may be given")  # fmt: skip
+        help="stop before this text; repeatable")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     add(
         "--batch",
         type=int,
         default=32,
         metavar="N",
-        help="texts of --file that are written at once (default: %(default)s)",
+        help="texts of --file per batch (default: %(default)s)",
     )
-    add("--context", type=int, metavar="N", help="longest prompt in tokens (default: any for linear mixers, and the "
-        "longest sequence of training for models with softmax attention)")  # fmt: skip
-    add("--processes", type=int, metavar="N", help="ranks on this machine (default: as many as hold the model)")
-    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
-    add("--json", action="store_true", help="print each text as a line of JSON, with its tokens")
+    add("--context", type=int, metavar="N", help="longest prompt, in tokens (default: no limit for linear mixers; the "
+        "longest training sequence for models with softmax attention)")  # fmt: skip
+    add("--processes", type=int, metavar="N", help="ranks on this machine (default: as many as the layout needs)")
+    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's)")
+    add("--json", action="store_true", help="print each text as one line of JSON, with its tokens")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts what is asked for."""
+    """Generate. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks."""
     adopt_job(os.environ)
     environment = RankEnvironment.read(os.environ)
     if environment is not None:
@@ -80,7 +85,7 @@ def _asked(args: argparse.Namespace) -> GenerationRequest:
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     if not all(args.stop):
-        raise UserError("--stop '': a stop string must have at least one character")
+        raise UserError("--stop '': must have at least one character")
     sampling = Sampling(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -92,9 +97,7 @@ def _asked(args: argparse.Namespace) -> GenerationRequest:
     overrides = overrides_among(args.overrides)
     for word in args.overrides:
         if word not in overrides:
-            raise UserError(
-                f"{word}: neither a part of the layout, like parallel.tensor=2, nor an option; one run only"
-            )
+            raise UserError(f"{word}: neither a layout key such as parallel.tensor=2 nor an option; name one run only")
     kind, prompts = _prompts(args, default)
     directory, step = _run_and_step(args)
     # On whatever device there is, as a run of GPUs is looked at on any machine.
@@ -119,7 +122,7 @@ def _start(args: argparse.Namespace) -> int:
     processes = num_processes(config, args.processes or config.parallel.tensor)
     _check_ranks(asked, processes)
     if asked.goes_beyond:
-        print(f"texts longer than {asked.context:,} tokens are longer than those of training", file=sys.stderr)
+        print(f"texts above {asked.context:,} tokens are longer than the training sequences", file=sys.stderr)
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     if processes > 1:
         return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
@@ -130,7 +133,7 @@ def _start(args: argparse.Namespace) -> int:
 def _check_ranks(asked: GenerationRequest, world_size: int) -> None:
     check_ranks(asked.chosen.config, world_size)
     if asked.kind == "lines" and world_size > 1:
-        raise UserError(f"--interactive: on one process only, not on {world_size}; use --file")
+        raise UserError(f"--interactive: needs one process, not {world_size}; use --file")
 
 
 def _words(args: argparse.Namespace) -> list[str]:
@@ -160,7 +163,7 @@ def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
 
 
 def preload() -> ModuleType:
-    """By name: importing models and engine takes seconds, which mistakes must not wait for."""
+    """Import models and engine by name: it takes seconds, and mistakes are reported before."""
     return importlib.import_module("lightscale.evaluation.generation.generate")
 
 
@@ -168,7 +171,7 @@ def _run_and_step(args: argparse.Namespace) -> tuple[Path, int | None]:
     """The run's directory, and the step; none: of the newest checkpoint."""
     run, step = split_step(args.run)
     if step is not None and args.step not in (None, step):
-        raise UserError(f"{args.run} and --step {args.step} both name the step; use only one of them")
+        raise UserError(f"{args.run} and --step {args.step} both set the step; use only one of them")
     return run_path(run), args.step if step is None else step
 
 
@@ -182,7 +185,7 @@ def _prompts(args: argparse.Namespace, default: PromptText) -> tuple[Literal["on
     }
     given = [name for name, is_given in sources.items() if is_given]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} both name the text to continue; use only one of them")
+        raise UserError(f"{' and '.join(given)} both set the text to continue; use only one of them")
     match given:
         case ["--file"]:
             return "file", read_prompts(args.file, default)
@@ -195,7 +198,7 @@ def _prompts(args: argparse.Namespace, default: PromptText) -> tuple[Literal["on
         case _:
             return "one", [default]
     if not text:
-        raise UserError(f"{origin}: empty; omit the option to let the model begin a document")
+        raise UserError(f"{origin}: empty; omit the option to start a document")
     return "one", [replace(default, text=text, origin=origin)]
 
 

@@ -1,4 +1,4 @@
-"""``lightscale logs``: the output of a run."""
+"""``lightscale logs``: show the output of a run."""
 
 import argparse
 import json
@@ -22,9 +22,11 @@ _ASK_S = 15.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale logs``."""
     add_run(parser)
-    parser.add_argument("--rank", type=int, metavar="N", help="output of this rank (default: of the job, or of rank 0)")
-    parser.add_argument("--follow", action="store_true", help="continue until the run ends")
-    parser.add_argument("--json", action="store_true", help="print a JSON object for each line: its file, and its text")
+    parser.add_argument(
+        "--rank", type=int, metavar="N", help="rank whose output to show (default: the job's output, or rank 0)"
+    )
+    parser.add_argument("--follow", action="store_true", help="show new output until the run ends")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with file and text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def follow(directory: RunDirectory, rank: int | None, *, as_json: bool = False) -> int:
-    """Print the run's output as it comes, over restarts and from job to job, until nothing of it runs or waits."""
+    """Print new output across restarts and jobs, until no part of the run waits or runs."""
     shown: dict[Path, int] = {}
     # The first question follows the first look without anything new: after a run that has ended, the command ends at
     # once.

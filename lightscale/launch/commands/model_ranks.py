@@ -1,4 +1,4 @@
-"""Commands that use trained models, on one process or on ranks: what ``evaluate`` and ``generate`` have in common."""
+"""Shared parts of the commands that use trained models on one process or on ranks."""
 
 import argparse
 import functools
@@ -21,7 +21,7 @@ _MAY_CHANGE = ("parallel.", "train.device=", "train.precision=", "train.kernels=
 
 
 def as_usage(action: Callable[[], int]) -> int:
-    """``action``, whose refusals exit as wrong usage does."""
+    """Do ``action``; its refusals exit like wrong usage."""
     try:
         return action()
     except UserError as error:
@@ -32,16 +32,16 @@ def as_usage(action: Callable[[], int]) -> int:
 
 
 def overrides_among(words: Sequence[str]) -> list[str]:
-    """Those of ``words`` that are `section.key=value`; UserError for one that would make another model."""
+    """The `section.key=value` among ``words``. Raises UserError for one that changes the model."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     for override in overrides:
         if not override.startswith(_MAY_CHANGE):
-            raise UserError(f"{override}: a trained model is used as it is; only {', '.join(_MAY_CHANGE)}… may change")
+            raise UserError(f"{override}: not allowed for a trained model; only {', '.join(_MAY_CHANGE)}… may change")
     return overrides
 
 
 def check_ranks(config: RunConfig, world_size: int) -> None:
-    """Refuse a number of ranks on which the model cannot be laid out."""
+    """Refuse a number of ranks that does not fit the model's layout."""
     parallel = config.parallel
     inner = parallel.tensor * parallel.pipeline * parallel.sequence
     # Neither batches nor sequences are those of training: they fit any layout.
@@ -54,17 +54,17 @@ def check_ranks(config: RunConfig, world_size: int) -> None:
 
 
 def start_ranks(command: ModuleType, words: Sequence[str], *, config: RunConfig, processes: int) -> int:
-    """Start ``processes`` ranks on this machine, each of which does ``words`` by ``command``; the exit code of all.
+    """Start ``processes`` ranks of ``command`` with ``words`` on this machine; returns their exit code.
 
     Args:
-        command: module with ``NAME``, ``add_arguments``, ``run``, and ``preload``, which imports what all ranks
-            need, once.
+        command: module with ``NAME``, ``add_arguments``, ``run``, and ``preload``, which imports the modules of all
+            ranks once.
         words: arguments of the command.
-        config: of the run, with the layout.
-        processes: their number.
+        config: configuration of the run, with the layout.
+        processes: number of ranks.
 
     Raises:
-        WrongUse: what a rank has refused.
+        WrongUse: if a rank refuses.
     """
     from lightscale.launch.launcher.torchrun import ThisMachine  # noqa: PLC0415
 

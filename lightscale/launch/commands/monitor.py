@@ -1,4 +1,4 @@
-"""``lightscale monitor``: TensorBoard for the curves of runs, also while they train, until it is interrupted."""
+"""``lightscale monitor``: serve the curves of runs in TensorBoard, also during training, until interrupted."""
 
 import argparse
 import contextlib
@@ -35,20 +35,22 @@ _RELOAD_S = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale monitor``."""
-    parser.add_argument("runs", nargs="+", type=run_argument, metavar=RUN, help="runs, or one folder of runs")
-    parser.add_argument("--port", type=int, metavar="N", help="port (default: 6006, or the next one free; 0: any)")
+    parser.add_argument(
+        "runs", nargs="+", type=run_argument, metavar=RUN, help="run directories, or one folder of runs"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="port (default: 6006 or the next free one; 0: any)")
     parser.add_argument(
         "--host",
         default=_LOCALHOST,
         metavar="ADDRESS",
-        help="address to listen on; 0.0.0.0: all, and everyone who can reach this machine sees the curves "
+        help="address to listen on; with 0.0.0.0 everyone who can reach this machine sees the curves "
         "(default: localhost)",
     )
     parser.add_argument("--json", action="store_true", help="print the address as one line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start TensorBoard, print its address, and wait for Ctrl-C or SIGTERM, which end it without an error."""
+    """Start TensorBoard, print its address, and wait for Ctrl-C or SIGTERM, which end it with exit code 0."""
     if args.port is not None and not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port}: must be a port number, 0 to 65535")
     # For the `ssh` command, which differs on the node of a job.
@@ -66,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"url": server, "port": port, "forward": forward}), flush=True)
         else:
-            print(f"{server}  (Ctrl-C ends it)", flush=True)
-            print(f"from another machine: {forward}, then {_address(_LOCALHOST, port)} there", flush=True)
+            print(f"{server}  (stop with Ctrl-C)", flush=True)
+            print(f"from another machine: run {forward}, then open {_address(_LOCALHOST, port)} there", flush=True)
         # With a time limit: on some systems an endless wait is not interrupted by signals.
         while not stop.wait(1.0):
             pass
@@ -76,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def log_directory(runs: Sequence[Path]) -> Iterator[Path]:
-    """One directory with the curves of all `runs`, and of no others.
+    """A directory with the curves of exactly `runs`.
 
-    For one folder of runs it is the folder itself, so that runs started later appear too.
+    For one folder of runs it is that folder, so that runs started later appear too.
     """
     if len(runs) == 1 and not _is_run(runs[0]):
         folder = runs[0]
@@ -98,7 +100,7 @@ def log_directory(runs: Sequence[Path]) -> Iterator[Path]:
 
 
 def start(logs: Path, *, host: str, port: int | None) -> str:
-    """Start TensorBoard in this process, beside the main thread; returns its address."""
+    """Start TensorBoard in a thread of this process; returns its address."""
     server = program.TensorBoard()
     options = ["--logdir", str(logs), "--host", host, "--reload_interval", str(_RELOAD_S)]
     server.configure(["tensorboard", *options, *([] if port is None else ["--port", str(port)])])
@@ -114,7 +116,7 @@ def start(logs: Path, *, host: str, port: int | None) -> str:
 
 
 def forwarding(environ: Mapping[str, str], *, host: str, port: int) -> str:
-    """The `ssh` command that forwards `port` of this machine to the user's own machine, where it is entered."""
+    """The `ssh` command that forwards `port` of this machine, to run on the user's own machine."""
     here, user = socket.gethostname(), _user()
     if job_id(environ) is not None:
         login = submit_host(environ) or "LOGIN_HOST"
@@ -147,7 +149,7 @@ def _check(path: Path) -> None:
     require_run(path)
     directory = RunDirectory(path)
     if not directory.tensorboard.exists() and "tensorboard" not in load(directory.config).metrics.sinks:
-        raise UserError(f"{path} has no curves: metrics.sinks lacks tensorboard; metrics.jsonl has the numbers")
+        raise UserError(f"{path} has no curves: metrics.sinks lacks tensorboard; read the numbers in metrics.jsonl")
 
 
 def _is_run(path: Path) -> bool:
@@ -158,7 +160,7 @@ def _labels(runs: Sequence[Path]) -> list[str]:
     """Names that distinguish the runs: their paths without their common directory."""
     absolute = [path.absolute() for path in runs]
     if len(set(absolute)) < len(absolute):
-        raise UserError(f"{' '.join(map(str, runs))}: the same run twice; give each run once")
+        raise UserError(f"{' '.join(map(str, runs))}: the same run twice; name each run once")
     # Names alone are not enough: runs in two folders may be called alike.
     common = os.path.commonpath([path.parent for path in absolute])
     return [str(path.relative_to(common)) for path in absolute]

@@ -1,4 +1,4 @@
-"""``lightscale predict``: what a trained model predicts of documents: fillings of masks, classes, vectors."""
+"""``lightscale predict``: predict fillings of masks, classes or vectors of documents with a trained model."""
 
 import argparse
 import importlib
@@ -29,34 +29,34 @@ _POOLINGS: dict[str, Pooling] = {"mean": "mean", "last": "last"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale predict``."""
     parser.description = (
-        "What a model predicts of the documents of a file of JSON lines, one line for each, in their order: of a run "
-        'with task.name = "masked" the most probable fillings of masks, with "classify" the classes; and with --embed, '
-        "of any run, a vector of each document."
+        "Reads documents from a file of JSON lines and prints one line per document, in order. A run with task.name = "
+        '"masked" predicts the most probable fillings of masks, "classify" predicts classes. With --embed, any run '
+        "gives a vector per document."
     )
     add = parser.add_argument
-    add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
-    layout = "parallel.tensor=2, pipeline, sequence: ranks that hold the model together (default: whole on each rank)"
+    add("run", metavar="RUN[@STEP]", help="directory of a run, or NAME for runs/NAME; step (default: the newest)")
+    layout = "layout of the model over ranks, such as parallel.tensor=2 (default: a complete model on each rank)"
     add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
-    lines = 'JSON lines like {"text": "The [MASK] sat.", "id": 1}; other keys are left alone'
+    lines = 'JSON lines such as {"text": "The [MASK] sat.", "id": 1}; other keys are ignored'
     add("--file", type=path_argument, required=True, metavar="FILE", help=lines)
     add("--text-field", default="text", metavar="NAME", help="key of the text in each line (default: %(default)s)")
-    add("--mask", metavar="TEXT", help=f"what stands for a token that is to be predicted (default: {MASK_TEXT})")
-    top = f"name the K most probable fillings of each mask, or classes (default: {_TOP} fillings, all classes)"
+    add("--mask", metavar="TEXT", help=f"placeholder of a token to predict (default: {MASK_TEXT})")
+    top = f"number of most probable fillings per mask, or of classes (default: {_TOP} fillings, all classes)"
     add("--top", type=int, metavar="K", help=top)
-    embed = "a vector of each document: the mean of its tokens' last states, or that of the last token"
+    embed = "print a vector per document: the mean of its tokens' last states, or the last token's"
     add("--embed", choices=list(_POOLINGS), help=embed)
     add("--out", type=path_argument, metavar="FILE", help="write JSON lines to a new file")
-    add("--json", action="store_true", help="print a line of JSON for each document")
+    add("--json", action="store_true", help="print one line of JSON per document")
     add("--processes", type=int, metavar="N", help="ranks on this machine (default: one per GPU, or one)")
-    context = "longest document in tokens (default: any for linear mixers, and the longest sequence of training for "
+    context = "longest document, in tokens (default: no limit for linear mixers; the longest training sequence for "
     add("--context", type=int, metavar="N", help=f"{context}models with softmax attention)")
-    row = "tokens that pass through the model at once (default: %(default)s)"
+    row = "tokens per forward pass of the model (default: %(default)s)"
     add("--row-tokens", type=int, default=8192, metavar="N", help=row)
-    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's own)")
+    add("--store", type=path_argument, metavar="PATH", help="token store with the tokenizer (default: the run's)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks."""
+    """Predict. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks."""
     adopt_job(os.environ)
     environment = RankEnvironment.read(os.environ)
     if environment is not None:
@@ -71,15 +71,13 @@ def _asked(args: argparse.Namespace) -> PredictionRequest:
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
     if args.mask == "":
-        raise UserError(f'--mask "": must have a character, like {MASK_TEXT}')
+        raise UserError(f'--mask "": must not be empty; use {MASK_TEXT}')
     overrides = overrides_among(args.overrides)
     for word in args.overrides:
         if word not in overrides:
-            raise UserError(
-                f"{word}: neither a part of the layout, like parallel.tensor=2, nor an option; one run only"
-            )
+            raise UserError(f"{word}: neither a layout key such as parallel.tensor=2 nor an option; name one run only")
     if args.out is not None and (args.out.exists() or args.out.is_symlink()):
-        raise UserError(f"--out {args.out}: it exists and is never overwritten; remove it or use another path")
+        raise UserError(f"--out {args.out}: the file exists; remove it or use another path")
     directory, step = split_step(args.run)
     # On whatever device there is, as a run of GPUs is looked at on any machine.
     chosen = choose_run(
@@ -119,15 +117,16 @@ def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
         kind: Kind = "embeddings"
     elif task.writes_text:
         raise UserError(
-            f"{where}: it predicts the text that follows, which `lightscale generate` writes; use that, or --embed "
-            "mean for a vector of each document"
+            f"{where}: use `lightscale generate` to continue texts, or --embed mean for a vector per document"
         )
     else:
         kind = "classes" if task.predicts_labels else "fillings"
     if args.mask is not None and kind != "fillings":
-        raise UserError(f"--mask {args.mask}: {where}{' and --embed' if args.embed else ''}: no mask is filled")
+        raise UserError(
+            f"--mask {args.mask}: {where}{' and --embed' if args.embed else ''}: no masks to fill; remove --mask"
+        )
     if args.top is not None and kind == "embeddings":
-        raise UserError(f"--top {args.top}: --embed {args.embed} gives one vector of each document")
+        raise UserError(f"--top {args.top}: --embed {args.embed} gives one vector per document; remove --top")
     return kind
 
 
@@ -167,5 +166,5 @@ def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
 
 
 def preload() -> ModuleType:
-    """By name: importing models and engine takes seconds, which mistakes must not wait for."""
+    """Import models and engine by name: it takes seconds, and mistakes are reported before."""
     return importlib.import_module("lightscale.evaluation.prediction.predict")

@@ -1,4 +1,4 @@
-"""``lightscale runs``: the runs in a folder, their progress, and where their time went."""
+"""``lightscale runs``: show the runs of a folder, their progress and the division of their time."""
 
 import argparse
 import contextlib
@@ -38,13 +38,13 @@ from lightscale.runs.run_directory import RunDirectory, damage_text
 State = Literal["running", "finished", "resumable", "stopped", "dead", "new", "damaged"]
 
 _EPILOG = (
-    "States: running; finished, resumable (start it again), stopped (needs attention): as the last attempt recorded; "
-    "dead: ended without a record; new: never started; damaged: cannot be read. "
-    f"Loss: the mean of the last {NUM_STEPS} logged steps that were not skipped; validation: the newest; evaluation: "
-    "the first score of each task, the newest (all scores where one run is shown). Speed: the median of the last 20 "
-    "logged steps. Memory: of rank 0, at the newest logged step: the peak of its GPU, or on a CPU that of its process. "
-    "Age: since the first start. With --watch only what is new is read of the metrics; goodput, which needs all of "
-    "them, is computed at most once a minute."
+    "States: running; finished, resumable (start it again) or stopped (needs attention), from the last attempt's "
+    "status; dead: ended without a status; new: never started; damaged: unreadable. "
+    f"Loss: mean of the last {NUM_STEPS} logged steps without skipped ones. Validation: newest losses. Evaluation: "
+    "newest first score of each task (one run: all scores). Speed: median of the last 20 logged steps. "
+    "Memory: peak of rank 0's GPU at the newest logged step, on a CPU peak of its process. "
+    "Age: time since the first start. --watch reads only new metrics, and recomputes goodput at most once a "
+    "minute, because it needs all of them."
 )
 # The speed is the median of this many last lines.
 _RECENT_LINES = 20
@@ -73,36 +73,36 @@ class RunSummary:
     """Its directory."""
     state: State
     note: str = ""
-    """Why it ended, or what is damaged."""
+    """Reason of its end, or its damage."""
     damage: tuple[str, ...] = ()
-    """What cannot be read of its records: files, how many lines, and what is wrong with the first."""
+    """Unreadable parts of its records: files, numbers of lines, and the first fault of each."""
     job: str | None = None
-    """Its job that runs or waits: number, and state in the scheduler's terms."""
+    """Its running or waiting job: number, and state in the scheduler's terms."""
     step: int = 0
     total_steps: int | None = None
     tokens: int = 0
     loss: float | None = None
-    """Of the newest logged step."""
+    """Step of the newest metrics line."""
     smoothed_loss: float | None = None
-    """Mean of the last logged steps."""
+    """Mean loss of the last logged steps."""
     validation: dict[str, float | None] = dataclasses.field(default_factory=dict)
     """Newest loss on each validation set."""
     validation_step: int | None = None
     evaluation: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """Of each task that was evaluated its newest step and scores."""
+    """Newest step and scores of each evaluated task."""
     tokens_per_s: float | None = None
     memory_bytes: int | None = None
-    """Measured on rank 0: the peak on its GPU, or of its process."""
+    """Peak on rank 0's GPU, or of its process."""
     goodput: Goodput | None = None
     age_s: float | None = None
-    """Since its first start."""
+    """Time since the first start."""
     last_event: str | None = None
     last_event_age_s: float | None = None
     active: float = 0.0
-    """When it last wrote anything, in seconds since the epoch."""
+    """Time of its last write, in seconds since the epoch."""
 
     def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All values, for JSON."""
         more = {"goodput": self.goodput.record() if self.goodput else None}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | more
 
@@ -115,22 +115,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=run_argument,
         default=RUNS,
         metavar=RUN,
-        help="one run, to show it in detail, or a folder of runs (default: runs)",
+        help="one run, shown in detail, or a folder of runs (default: runs)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
+    parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line per refresh")
     parser.add_argument(
         "--watch",
         nargs="?",
         type=_interval,
         const=_WATCH_S,
         metavar="SECONDS",
-        help="show them again and again, until Ctrl-C; DIR, if any, comes before it (default: every 5 s)",
+        help="refresh every SECONDS until Ctrl-C; put RUN before it (default: 5)",
     )
     parser.epilog = _EPILOG
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the runs, the most recently active first; with --watch until the process is interrupted."""
+    """Print the runs, most recently active first; with --watch until interrupted."""
     view = _View(args.directory)
     # As wide as the content and without line breaks, so that names can be copied.
     wide = Console(highlight=False, markup=False, soft_wrap=True, width=_MOST_COLUMNS)
@@ -155,7 +155,7 @@ def _interval(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; DIR comes before --watch") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; put RUN before --watch") from None
     if not math.isfinite(seconds) or seconds < _LEAST_WATCH_S:
         raise argparse.ArgumentTypeError(f"{text} s: must be at least {_LEAST_WATCH_S} s")
     return seconds
@@ -188,7 +188,7 @@ class _View:
         self._asked = -math.inf
 
     def summaries(self, now: float) -> list[RunSummary]:
-        """Of all runs at `now`, the most recently active first."""
+        """Summaries of all runs at `now`, most recently active first."""
         folders = [self._directory] if _is_run(self._directory) else _find_runs(self._directory)
         self._readers = {path: self._readers.get(path) or RunReader(RunDirectory(path)) for path in folders}
         found = [reader.summary(now) for reader in self._readers.values()]
@@ -199,7 +199,7 @@ class _View:
 
 
 class RunReader:
-    """Summaries of one run, for whoever asks again and again."""
+    """Repeated summaries of one run."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
@@ -210,7 +210,7 @@ class RunReader:
         self._measured = (-math.inf, -math.inf)
 
     def summary(self, now: float) -> RunSummary:
-        """From the run's files at `now`, in seconds since the epoch; a damaged run is not an error."""
+        """Summary of the run's files at `now`, in seconds since the epoch; a damaged run is not an error."""
         directory = self._directory
         files = (directory.config, directory.events, directory.metrics, directory.status)
         active = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
@@ -289,7 +289,7 @@ def summarize(directory: RunDirectory, now: float) -> RunSummary:
 
 
 def is_running(directory: RunDirectory) -> bool:
-    """Whether a process holds the run now."""
+    """Whether a process holds the run."""
     return _is_held(directory, time.time(), otherwise=False)
 
 
@@ -357,12 +357,10 @@ def _find_runs(folder: Path) -> list[Path]:
     """Those with a dot are skipped: runs that are being created."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}; RUN must be a folder of runs, or one run (default: runs)")
+        raise UserError(f"{folder} {what}; use a folder of runs, or one run (default: runs)")
     found = [path for path in folder.iterdir() if not path.name.startswith(".") and _is_run(path)]
     if not found:
-        raise UserError(
-            f"{folder} has no runs: none of its folders has a config.toml; `lightscale train` creates runs/NAME"
-        )
+        raise UserError(f"{folder} has no runs (no folder with a config.toml); `lightscale train` creates runs/NAME")
     return found
 
 
@@ -432,7 +430,7 @@ def _evaluation_text(tasks: dict[str, dict[str, Any]]) -> str:
 
 def _goodput_table(goodput: Goodput) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("where its time went", no_wrap=True)
+    table.add_column("division of its time", no_wrap=True)
     for heading in ("time", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
@@ -447,11 +445,11 @@ def _goodput_table(goodput: Goodput) -> Table:
 def _goodput_lines(goodput: Goodput) -> Iterable[tuple[str, float, str]]:
     mean_s, others = goodput.mean_restart_s, (goodput.failed_saves, goodput.skipped_saves)
     saves = ", ".join(f"{count:,} {what}" for count, what in zip(others, ("failed", "skipped"), strict=True) if count)
-    yield "steps that count", goodput.effective_s, f"{goodput.steps:,} steps"
+    yield "kept steps", goodput.effective_s, f"{goodput.steps:,} steps"
     yield "lost steps", goodput.lost_s, f"{goodput.lost_steps:,} steps"
     yield "skipped steps", goodput.skipped_s, f"{goodput.skipped_steps:,} steps"
     yield "restarts", goodput.restart_s, "" if mean_s is None else f"{duration(mean_s)} on average"
     yield "evaluation", goodput.evaluation_s, "between steps"
     yield "saves", goodput.checkpoint_stall_s, f"{goodput.saves:,} done{', ' if saves else ''}{saves}"
-    yield "other", goodput.other_s, "first start, validation, steps that were not logged"
+    yield "other", goodput.other_s, "first start, validation, steps without a line"
     yield "total", goodput.running_s, ""

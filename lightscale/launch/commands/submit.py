@@ -1,4 +1,4 @@
-"""``lightscale submit``: start or resume a run as jobs of a scheduler."""
+"""``lightscale submit``: start or resume a run as scheduler jobs."""
 
 import argparse
 import json
@@ -24,56 +24,54 @@ _SETTINGS = ("nodes", "time", "partition", "account", "gpus_per_node", "processe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale submit``."""
     add_config(parser)
-    add_overrides(parser, "values that replace the file's; launch.key=value for those of the job")
-    add_run_option(parser, "run directory; one that exists is resumed (default: runs/NAME of CONFIG)")
+    add_overrides(parser, "override values of CONFIG; launch.key=value: settings of the job")
+    add_run_option(parser, "run directory; an existing one is resumed (default: runs/NAME of CONFIG)")
     parser.add_argument(
         "--scheduler",
         default=default_scheduler(),
         metavar="NAME",
-        help=f"one of {', '.join(SCHEDULERS)} (default: {default_scheduler()})",
+        help=f"scheduler: {', '.join(SCHEDULERS)} (default: {default_scheduler()})",
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of the job (default: launch.nodes, or 1)")
-    parser.add_argument("--time", metavar="TIME", help="time limit of the job, like 24:00:00 (default: launch.time)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: launch.nodes, or 1)")
+    parser.add_argument("--time", metavar="TIME", help="time limit of the job, such as 24:00:00 (default: launch.time)")
     parser.add_argument("--partition", metavar="NAME", help="partition of the cluster (default: launch.partition)")
-    parser.add_argument("--account", metavar="NAME", help="account that is charged (default: launch.account)")
-    parser.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="GPUs of each node (default: launch.gpus_per_node)"
-    )
+    parser.add_argument("--account", metavar="NAME", help="account to charge (default: launch.account)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node (default: launch.gpus_per_node)")
     parser.add_argument(
         "--processes",
         type=int,
         metavar="N",
-        help="ranks on each node (default: launch.processes, or one per GPU, or one)",
+        help="ranks per node (default: launch.processes, or one per GPU, or one)",
     )
     parser.add_argument(
         "--chain",
         type=int,
         metavar="N",
-        help="submit N jobs that follow one another (default: one, queued again until the run is finished)",
+        help="submit a chain of N jobs (default: one job, requeued until the run is finished)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show the script, and submit nothing")
-    parser.add_argument("--follow", action="store_true", help="then show the run's output until it ends")
+    parser.add_argument("--dry-run", action="store_true", help="print the script without submitting it")
+    parser.add_argument("--follow", action="store_true", help="after submitting, show the run's output until it ends")
     parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
         metavar="KEY",
-        help="resume although this differs from the run's, see `lightscale train --help`",
+        help="resume although KEY differs from the run's; see `lightscale train --help`",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object; with --follow, then those of `lightscale logs --json`",
+        help="print one JSON object; with --follow, then the lines of `lightscale logs --json`",
     )
     parser.epilog = (
-        "The settings of jobs come from [launch] in ~/.config/lightscale/launch.toml, then in CONFIG. "
+        "Job settings come from [launch] in ~/.config/lightscale/launch.toml, overridden by [launch] in CONFIG. "
         + "; ".join(f"{name}: {field.description}".rstrip(".") for name, field in LaunchSettings.model_fields.items())
         + "."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the run here, then submit it; print the jobs' numbers and the run directory."""
+    """Check the run on this machine, submit it, and print the jobs' numbers and the run directory."""
     # Settings of jobs, not of the run: they may differ from job to job, and are no change of its configuration.
     ours = [text for text in args.overrides if text.startswith("launch.")]
     settings = load_settings(args.config, ours, {name: getattr(args, name) for name in _SETTINGS})
@@ -116,13 +114,13 @@ def _record(args: argparse.Namespace, request: JobRequest, jobs: Sequence[int] =
 
 
 def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None = None, count: int = 1) -> list[int]:
-    """Submit `count` jobs, each for after the one before, for the run of `config`; returns their numbers.
+    """Submit a chain of `count` jobs for the run of `config`; returns their numbers.
 
-    None are submitted for a run that is finished. Everything that can be checked here is, before anything is written.
-    Raises UserError for what the user must change, as for a run that another job holds.
+    A finished run gets no job. All checks that need no job run before anything is written. Raises UserError for
+    mistakes of the user, and for a run that another job holds.
 
     Args:
-        scheduler: a name of `SCHEDULERS`; None for the default.
+        scheduler: name from `SCHEDULERS`; None: the default.
     """
     implementation, run = get_scheduler(scheduler), request.run
     settings, allow = request.settings, frozenset(request.allow)
@@ -158,13 +156,12 @@ def _refuse_live_jobs(run: RunDirectory, scheduler: str) -> None:
     if unknown:
         numbers = ", ".join(str(state.number) for state in unknown.values())
         raise UserError(
-            f"{run.path}: the scheduler does not answer, and job {numbers} of this run may wait or run; try again when "
-            "it does"
+            f"{run.path}: the scheduler does not answer, and job {numbers} of this run may wait or run; try again later"
         )
     live = live_jobs(records)
     if live:
         jobs = ", ".join(map(str, live.values()))
         raise UserError(
-            f"{run.path} is in use by job {jobs}; wait for it, end it with `lightscale cancel {run.path}`, "
+            f"{run.path} is in use by job {jobs}; wait for it, cancel it with `lightscale cancel {run.path}`, "
             "or start another run with --run"
         )

@@ -60,52 +60,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale train``."""
     add_config(parser)
     add_overrides(parser)
-    add_run_option(parser, "run directory; one that exists is resumed (default: runs/NAME of CONFIG)")
+    add_run_option(parser, "run directory; an existing one is resumed (default: runs/NAME of CONFIG)")
     parser.add_argument(
         "--processes",
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="ranks on this machine, or on each node (default: one per GPU, or one)",
+        help="ranks on this machine, or per node (default: one per GPU, or one)",
     )
     parser.add_argument(
         "--scheduler",
         metavar="NAME",
-        help="start the ranks on all nodes of this scheduler's job that this runs in; what `lightscale submit` does",
+        help="inside a job: start the ranks on all its nodes (used by `lightscale submit`)",
     )
     parser.add_argument(
         "--min-nodes",
         type=int,
         metavar="N",
-        help="with --scheduler: least number of nodes with which the run continues after others failed (default: half "
-        "of them); with fewer it exits, to be queued again",
+        help="with --scheduler: minimum number of nodes to continue with after node failures (default: half of them); "
+        "with fewer the run exits, to be requeued",
     )
     parser.add_argument(
         "--stop-after",
         metavar="TIME",
-        help="save and exit after this time, such as 23h30m: the job's time limit less a step and a save",
+        help="save and exit after this time, such as 23h30m: the job's time limit minus a step and a save",
     )
     parser.add_argument(
-        "--no-restart", action="store_true", help="do not restart the ranks after a failure: the job script does"
+        "--no-restart",
+        action="store_true",
+        help="do not restart the ranks after a failure; exit, so that the job script can",
     )
     parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
         metavar="KEY",
-        help="resume although this differs from the run's: a key or section of the configuration, data (another "
-        "store or tokenizer), versions or versions.PACKAGE; lost-checkpoints: begin again at step 0 where all "
-        "checkpoints are gone; may be given several times",
+        help="resume although KEY differs from the run's: a key or section of the configuration, data (another store "
+        "or tokenizer), versions or versions.PACKAGE; lost-checkpoints: start again at step 0 when all checkpoints are "
+        "gone; repeatable",
     )
-    parser.add_argument("--json", action="store_true", help="print at the end, as JSON, how the run ended")
+    parser.add_argument("--json", action="store_true", help="print the result of the run as JSON at the end")
     by_hand.add_node_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train. Inside a rank (started by torchrun, srun or mpirun) joins the others, else starts the ranks.
+    """Train. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks.
 
-    Returns one of the exit codes that `launch/launcher/restart.py` lists; a rank that stopped together with the others
-    returns 0.
+    Returns one of the exit codes in `launch/launcher/restart.py`; a rank that stops together with the others returns 0.
     """
     adopt_job(os.environ)
     # Counted from the start of the command, over all restarts, as the time limit of a job is.
@@ -198,7 +199,7 @@ def _launch_host(
     first, last = rendezvous.node * processes, (rendezvous.node + 1) * processes - 1
     which = f"rank {first}" if first == last else f"ranks {first} to {last}"
     count = rendezvous.num_nodes * processes
-    print(f"starting {which} of {count}, to meet at {rendezvous.place}", file=sys.stderr, flush=True)
+    print(f"starting {which} of {count}, rendezvous at {rendezvous.place}", file=sys.stderr, flush=True)
     if program is not None:
         _preload(config)
     return run_host(
@@ -227,7 +228,7 @@ def _allocation(args: argparse.Namespace, config: RunConfig, processes: int) -> 
     """The nodes of the job that this runs in; None: no job, the ranks run on this machine."""
     if args.scheduler is None:
         if args.min_nodes is not None:
-            raise UserError(f"--min-nodes {args.min_nodes}: only for runs on the nodes of a job; use --scheduler too")
+            raise UserError(f"--min-nodes {args.min_nodes}: needs --scheduler, inside a job")
         return None
 
     # Asked again after nodes failed, for those that are left.
@@ -308,7 +309,7 @@ def _planned_memory_bytes(config: RunConfig, layout: Layout) -> int | None:
     try:
         planned: int = planning.rank_memory(here, layout, 0).total_bytes
     except Exception as error:  # noqa: BLE001 - a line on a chart is not worth the run
-        print(f"no planned memory beside the measured one: {error}", file=sys.stderr, flush=True)
+        print(f"the memory plan is unavailable: {error}", file=sys.stderr, flush=True)
         return None
     return planned
 

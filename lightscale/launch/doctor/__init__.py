@@ -1,1 +1,1 @@
-"""`lightscale doctor`: whether this machine, or the ranks of a job together, can train."""
+"""`lightscale doctor`: checks of this machine, or of all ranks of a job together, before training."""

@@ -1,4 +1,4 @@
-"""``lightscale doctor``: whether this machine, or all ranks of a job together, can train, and what to change."""
+"""``lightscale doctor``: check this machine, or all ranks of a job together, before training, with remedies."""
 
 import argparse
 import json
@@ -31,27 +31,31 @@ _WAIT_S = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale doctor``."""
     parser.description = (
-        "Checks this machine or, started by torchrun, srun or mpirun, all ranks together, with measurements. "
-        "Exit code 0: no check failed, though some may warn; 78: a check failed."
+        "Checks this machine or, when started by torchrun, srun or mpirun, all ranks together, with measurements. "
+        "Exit code 0: no check failed (warnings are possible); 78: a check failed."
     )
-    add_config(parser, " to check for (default: that of RUN)", nargs="?")
+    add_config(parser, " to check for (default: RUN's)", nargs="?")
     add_overrides(parser)
-    add_run_option(parser, "run directory (default: runs/NAME of CONFIG, or here)")
-    parser.add_argument("--full", action="store_true", help="also measure a matrix product, on one machine")
+    add_run_option(parser, "run directory (default: runs/NAME of CONFIG, or the current directory)")
+    parser.add_argument("--full", action="store_true", help="also measure a matrix product on a single machine")
     parser.add_argument(
         "--exclude",
         type=path_argument,
         metavar="FILE",
-        help="add hosts that failed to FILE, one per line, the form that a scheduler's --exclude=./FILE reads",
+        help="append failed hosts to FILE, one per line, for a scheduler's --exclude=./FILE",
     )
     parser.add_argument(
-        "--wait", type=float, default=_WAIT_S, metavar="SECONDS", help=f"for ranks to answer (default: {_WAIT_S:.0f})"
+        "--wait",
+        type=float,
+        default=_WAIT_S,
+        metavar="SECONDS",
+        help=f"longest wait for ranks (default: {_WAIT_S:.0f})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, print, and return the exit code, the same on all ranks; rank 0 prints."""
+    """Examine, print on rank 0, and return the exit code, equal on all ranks."""
     if args.wait <= 0:
         raise UserError(f"--wait {args.wait:g}: must be more than 0 seconds")
     # Before any host is named: `host_name` takes the scheduler's name for it from these variables.

@@ -1,4 +1,4 @@
-"""What `lightscale doctor` finds: of this machine, or of all ranks of a job together."""
+"""The checks of `lightscale doctor`, for this machine or for all ranks of a job together."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ class DoctorReport:
 
     @property
     def result(self) -> Outcome:
-        """The worst of all."""
+        """The worst result."""
         return max((one.result for one in self.results), key=_SEVERITY.index, default="ok")
 
     @property
     def exit_code(self) -> int:
-        """Of the command."""
+        """Exit code of the command."""
         # A warning is no reason for a job script that calls the doctor first to give up its nodes.
         return UserError.EXIT_CODE if self.result == "failed" else 0
 
@@ -51,7 +51,7 @@ class DoctorReport:
         return sorted({self.hosts[rank] for rank in ranks})
 
     def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The report, for JSON."""
         return {
             "result": self.result,
             "exit_code": self.exit_code,
@@ -64,9 +64,9 @@ class DoctorReport:
 def examine(
     config: RunConfig | None, directory: Path, environment: RankEnvironment | None, *, full: bool, wait_s: float
 ) -> DoctorReport:
-    """All ranks together where this process is one of them, else this machine. The same report on every rank.
+    """Examine all ranks together if this process is one of them, else this machine. Equal reports on all ranks.
 
-    UserError on a rank that loses the others because one did not answer within `wait_s`; rank 0 reports which.
+    Raises UserError on a rank that loses the others because one did not answer within `wait_s`; rank 0 reports it.
     """
     if environment is None:
         return examine_machine(config, directory, full=full)
@@ -81,7 +81,7 @@ def examine(
 
 
 def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) -> DoctorReport:
-    """This machine alone."""
+    """Examine this machine alone."""
     results = check_machine(config, directory)
     if full:
         gpus = range(torch.cuda.device_count())
@@ -105,7 +105,7 @@ def examine_machine(config: RunConfig | None, directory: Path, *, full: bool) ->
 
 
 def judge_kernels(config: RunConfig, device: torch.device) -> CheckResult:
-    """Every Triton kernel that the run would use beside its chunked form, at the run's shapes."""
+    """Compare every Triton kernel of the run with its chunked form, at the run's shapes."""
     check_model(config.model, config.parallel)
     tokens = config.data.sequence_length // config.parallel.sequence
     found = check_kernels(
@@ -118,17 +118,17 @@ def judge_kernels(config: RunConfig, device: torch.device) -> CheckResult:
     )
     wrong = list(found)
     if not wrong:
-        return CheckResult(check="kernels", result="ok", found="Triton's results are those of the chunked forms")
+        return CheckResult(check="kernels", result="ok", found="Triton's results equal those of the chunked forms")
     # "auto" computes these operators without Triton; what was asked for by name is computed, wrong as it is.
     result: Outcome = "warning" if config.train.kernels == "auto" else "failed"
-    right = "kernels that compute what PyTorch does: look at the versions of Triton and of the driver"
+    right = "results equal to PyTorch's: check the versions of Triton and of the driver"
     return CheckResult(check="kernels", result=result, found="; ".join(map(str, wrong)), right=right)
 
 
 def examine_ranks(
     config: RunConfig | None, directory: Path, ranks: PeerRanks, environment: RankEnvironment
 ) -> DoctorReport:
-    """All ranks of a job, with measurements. The same report on every rank."""
+    """Examine all ranks of a job, with measurements. Equal reports on all ranks."""
     results = check_ranks(config, directory, ranks, environment.local_rank)
     machines = ranks.on_all(lambda: Machine.read(environment.local_rank))
     wanted = "auto" if config is None else config.train.device
@@ -171,7 +171,7 @@ def _absence(absent: AbsentRanks) -> CheckResult:
         check="ranks",
         result="failed",
         found=str(absent),
-        right="ranks that start and answer: look at these hosts, and at a network that lets them through",
+        right="ranks that start and answer: check these hosts, and the firewall between them",
         ranks=absent.ranks,
         blames_host=True,
     )

@@ -1,7 +1,7 @@
-"""How fast each rank computes and exchanges, beside its peers: what a slow or broken machine shows.
+"""Speed of computation and exchange of each rank, compared with its peers, to detect slow or broken machines.
 
-All ranks do the same at the same time, in rounds, of which the best counts: a machine that was busy for a moment is not
-slow. Each rank is compared with the median of the others, so that one slow rank is not the measure of itself.
+All ranks do the same work at the same time, in rounds. The best round counts, so that a machine that is busy for a
+moment is not reported as slow. Each rank is compared with the median of the others, without its own speed.
 """
 
 import hashlib
@@ -32,30 +32,30 @@ _EXCHANGE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """Matrix products of one rank."""
+    """Result of one rank's matrix products."""
 
     flops: float
-    """FLOP/s in its best round."""
+    """FLOP/s in the best round."""
     digest: str
-    """Of the result: the same on machines of one kind."""
+    """Digest of the result; equal on machines of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """The ranks that measure together, each with its device; `barrier` waits for all of them."""
+    """The ranks that measure together, each with its device; `barrier` waits for all."""
 
     rank: int
     size: int
     device: torch.device
     hosts: Sequence[str]
-    """Of each rank."""
+    """Host of each rank."""
     group: dist.ProcessGroup | None
-    """For the tensors of `device`; None: this rank is alone."""
+    """Process group for tensors of `device`; None: a single rank."""
     barrier: Callable[[], None]
 
 
 def measure_product(peers: Peers) -> Product:
-    """Multiply one pair of matrices again and again: bf16 on GPUs, fp32 on CPUs."""
+    """Multiply one pair of matrices repeatedly: bf16 on GPUs, fp32 on CPUs."""
     kind = peers.device.type
     side, dtype = _SIDE[kind], torch.bfloat16 if kind == "cuda" else torch.float32
     # Drawn on the CPU, so that all ranks have the same numbers.
@@ -80,7 +80,7 @@ def measure_product(peers: Peers) -> Product:
 
 
 def processor() -> str:
-    """The model of this machine's processor, which decides how products are rounded."""
+    """Model of this machine's processor, which decides the rounding of products."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -89,7 +89,7 @@ def processor() -> str:
 
 
 def judge_products(products: Sequence[Product], kinds: Sequence[str], device: str) -> list[CheckResult]:
-    """Ranks slower than the others, and those whose numbers are wrong. `kinds`: of machine, by rank."""
+    """Report ranks that are slower than the others, or have wrong numbers. `kinds`: kinds of machine, by rank."""
     rates = [product.flops for product in products]
     results = _slow("matrix product", rates, "FLOP/s", _SLOW[device])
     for kind in sorted(set(kinds)):
@@ -98,13 +98,13 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
         usual = Counter(products[rank].digest for rank in own).most_common(1)[0][0]
         wrong = tuple(rank for rank in own if products[rank].digest != usual)
         if wrong:
-            found = f"the result differs from that of the other machines with {kind}, for the same matrices"
+            found = f"result differs from the other machines with {kind}, for the same matrices"
             results.append(
                 CheckResult(
                     check="matrix product",
                     result="failed",
                     found=found,
-                    right="the same, bit by bit: this device or its memory is broken",
+                    right="equal bits: this device or its memory is broken; replace it",
                     ranks=wrong,
                     # Of two that differ nothing says which is right; a minority is wrong.
                     blames_host=2 * len(wrong) < len(own),
@@ -114,7 +114,7 @@ def judge_products(products: Sequence[Product], kinds: Sequence[str], device: st
 
 
 def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
-    """Bytes/s that enter and leave each rank in the best of several sums over all ranks; whether the sum was right."""
+    """Bytes/s in and out of each rank in the best of several all-reduces, and whether the sums were right."""
     assert peers.group is not None
     numbers = _EXCHANGE_BYTES[peers.device.type] // 4
     # Small whole numbers: any order of summation gives exactly the same.
@@ -136,10 +136,10 @@ def measure_all_reduce(peers: Peers) -> tuple[float, bool]:
 
 
 def judge_all_reduce(results: Sequence[tuple[float, bool]]) -> list[CheckResult]:
-    """A sum waits for its slowest rank: its speed names nobody, but wrong numbers do."""
+    """Judge the all-reduce: its speed cannot identify a rank, because it waits for the slowest, but wrong sums can."""
     wrong = tuple(rank for rank, (_, is_right) in enumerate(results) if not is_right)
     if wrong:
-        found, right = "wrong sums", "exact sums: look at the links of these hosts, and at NCCL's version"
+        found, right = "wrong sums", "exact sums: check the links of these hosts, and NCCL's version"
         return [CheckResult(check="all-reduce", result="failed", found=found, right=right, ranks=wrong)]
     rate = min(rate for rate, _ in results)
     return [CheckResult(check="all-reduce", result="ok", found=f"{_metric(rate)}B/s in and out of each rank")]
@@ -148,7 +148,8 @@ def judge_all_reduce(results: Sequence[tuple[float, bool]]) -> list[CheckResult]
 def measure_exchange(peers: Peers) -> float:
     """Bytes/s to and from another rank at the same time, in the best of several pairings.
 
-    The partner is on another host if there is one. A slow rank is slow with all partners, and they are not with others.
+    The partner is on another host if there is one. A slow rank is slow with all partners; its partners are fast with
+    others.
     """
     assert peers.group is not None
     numbers = _EXCHANGE_BYTES[peers.device.type] // 4
@@ -173,15 +174,15 @@ def measure_exchange(peers: Peers) -> float:
 
 
 def judge_exchange(rates: Sequence[float]) -> list[CheckResult]:
-    """Ranks that exchange more slowly than the others."""
+    """Report ranks that exchange more slowly than the others."""
     results = _slow("exchange of pairs", rates, "B/s", _SLOW_EXCHANGE)
     return results or [CheckResult(check="exchange of pairs", result="ok", found=_range(rates, "B/s"))]
 
 
 def pairings(hosts: Sequence[str]) -> list[dict[int, int]]:
-    """Rounds of partners, by rank; everybody has each other partner once. On several hosts, partners are on other ones.
+    """Rounds of partners, by rank: each pair of ranks meets once. With several hosts, partners are on different hosts.
 
-    Of hosts with different numbers of ranks, some ranks pause.
+    If hosts have different numbers of ranks, some ranks pause.
     """
     names = list(dict.fromkeys(hosts))
     if len(names) == 1:
@@ -218,7 +219,7 @@ def _slow(check: str, rates: Sequence[float], unit: str, least: float) -> list[C
                     check=check,
                     result="failed",
                     found=f"{_metric(rate)}{unit}, {rate / usual:.0%} of the others' {_metric(usual)}{unit}",
-                    right=f"at least {least:.0%}: look at what else runs there, at temperature, clocks and links",
+                    right=f"at least {least:.0%}: check other processes there, temperature, clocks and links",
                     ranks=(rank,),
                     blames_host=True,
                 )

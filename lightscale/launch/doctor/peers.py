@@ -1,4 +1,4 @@
-"""The ranks of `lightscale doctor`: they meet, and whoever does not answer is named."""
+"""The rendezvous of the ranks of `lightscale doctor`; ranks that do not answer are reported."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ _POLL_S = 0.1
 
 
 class AbsentRanks(Exception):
-    """Ranks that did not answer in time; rank 0 has this, the others only lose it."""
+    """Ranks that did not answer in time; raised on rank 0, whose loss the other ranks detect."""
 
     def __init__(self, ranks: tuple[int, ...], hosts: list[str], timeout_s: float) -> None:
         super().__init__(f"no answer within {timeout_s:.0f} s")
@@ -31,7 +31,7 @@ class AbsentRanks(Exception):
 
 
 class PeerRanks(Agreement):
-    """All ranks of one command, with their hosts. Nothing waits longer than `timeout_s` for a rank."""
+    """All ranks of one command, with their hosts. No wait for a rank takes longer than `timeout_s`."""
 
     def __init__(self, hosts: list[str], timeout_s: float) -> None:
         group = dist.group.WORLD
@@ -40,7 +40,7 @@ class PeerRanks(Agreement):
         self.hosts, self._timeout_s = hosts, timeout_s
 
     def barrier(self) -> None:
-        """Wait for all ranks. Raises AbsentRanks on rank 0 where some do not come."""
+        """Wait for all ranks. Raises AbsentRanks on rank 0 if some are missing."""
         try:
             # Only gloo has it. Rank 0 hears from each rank in turn, so that it can name those that are silent; with
             # `wait_all_ranks` it names all of them, not only the first.
@@ -54,7 +54,7 @@ class PeerRanks(Agreement):
             raise AbsentRanks(ranks, self.hosts, self._timeout_s) from None
 
     def on_all(self, action: Callable[[], _T]) -> list[_T]:
-        """As everywhere, but a rank that hangs in `action` is named."""
+        """Do `action` on all ranks, as in `Agreement`; reports a rank that hangs in it."""
         outcome: Future[_T] = Future()
         try:
             outcome.set_result(action())
@@ -71,7 +71,7 @@ class PeerRanks(Agreement):
 
 @contextlib.contextmanager
 def meet_peers(environment: RankEnvironment, timeout_s: float) -> Iterator[PeerRanks]:
-    """Connect to the other ranks of this job, by gloo. Raises AbsentRanks on rank 0 where some do not come."""
+    """Connect to the other ranks of this job by gloo. Raises AbsentRanks on rank 0 if some are missing."""
     os.environ.update(environment.variables())
     choose_interface(environment)
     wait = timedelta(seconds=timeout_s)

@@ -1,1 +1,1 @@
-"""The launcher of one host: it starts ranks, watches them, and starts them again."""
+"""The launcher of one host: it starts, supervises and restarts ranks."""

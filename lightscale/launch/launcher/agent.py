@@ -1,11 +1,11 @@
-"""The program of one node: starts its ranks, watches them, and writes a report of how they ended.
+"""The program of one node: it starts and supervises the node's ranks, and writes a report of their end.
 
     launcher ── scheduler ──▶ agent of node 0 ──▶ ranks 0, 1, …
                          └──▶ agent of node 1 ──▶ the next ranks, …
 
-An agent is given stop signals by the launcher, or by the scheduler itself (preemption), and passes them on. It ends
-with the process that started it, and its ranks end with it. Launcher and agents share only the order, as the command
-line, and the files of the run's logs: there is no connection between them that could break.
+The launcher, or the scheduler itself (preemption), sends stop signals to an agent, which relays them. It ends with the
+process that started it, and its ranks end with it. Launcher and agents share only the order (the command line) and the
+files of the run's logs, without a connection that could break.
 """
 
 import dataclasses
@@ -40,24 +40,24 @@ _MOST_REPORT_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What all agents of a launch get: their one argument, as JSON.
+    """The one argument of all agents of a launch, as JSON.
 
-    Everything that differs between starts is in it. What differs between nodes is not, because a scheduler starts the
-    same command line on all of them.
+    It holds all differences between starts, but none between nodes, because a scheduler starts the same command line on
+    all of them.
     """
 
     command: list[str]
     processes: int
-    """Ranks on each node."""
+    """Ranks per node."""
     logs: str
     hang_timeout_s: float
     deadline_s: float | None
     address: str
-    """Of the first node."""
+    """Address of the first node."""
     port: int
     num_nodes: int
     node_variable: str
-    """Where the scheduler leaves each agent the number of its node, from 0; all of them have the same command line."""
+    """Variable in which the scheduler gives each agent the number of its node, from 0."""
 
     def text(self) -> str:
         """As JSON."""
@@ -70,7 +70,7 @@ class Order:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0: all ranks of this node left with 0."""
+    """Run the agent; exit code 0: all ranks of this node exited with 0."""
     # The scheduler's daemon that started this process may be killed, and then nobody else would end this node's ranks.
     die_with_parent(os.getppid())
     order = Order.read(arguments[0])
@@ -119,7 +119,7 @@ def _run(order: Order, node: int, logs: Path) -> NodeReport:
 
 
 def write_report(logs: Path, node: int, report: NodeReport) -> None:
-    """Write `report` for the launcher, with times of the wall clock: each machine has a monotonic clock of its own."""
+    """Write `report` for the launcher, with wall-clock times, because monotonic clocks differ between machines."""
     offset_s = time.time() - time.monotonic()
     record = {
         "failures": [dataclasses.asdict(failure) for failure in report.failures],
@@ -133,7 +133,7 @@ def write_report(logs: Path, node: int, report: NodeReport) -> None:
 
 
 def read_reports(logs: Path) -> dict[int, NodeReport]:
-    """The reports written so far, by node; an agent whose report is missing at the end was killed, or lost its node."""
+    """The reports so far, by node; an agent without a report at the end was killed, or lost its node."""
     # By listing the directory: network file systems cache that a name is missing, so that asking for each by name would
     # not find a report that was written since.
     names = ((path, path.stem.partition("-")[2]) for path in logs.glob("node-*.json"))
@@ -146,7 +146,7 @@ def _read_report(path: Path, node: int) -> NodeReport:
     try:
         return _parse_report(read_regular(path, what="the report of a node", most_bytes=_MOST_REPORT_BYTES))
     except (OSError, UserError, ValueError, TypeError, LookupError, AttributeError) as error:
-        failure = RankFailure(rank=0, summary=f"node {node}: {path} cannot be read: {error}", time_s=time.time())
+        failure = RankFailure(rank=0, summary=f"node {node}: {path} is unreadable: {error}", time_s=time.time())
         return NodeReport(failures=[failure], hang=None, beats={})
 
 

@@ -1,13 +1,13 @@
-"""The ranks of one host, of several on each of which a user has started the launcher by hand.
+"""The ranks of one of several hosts, on each of which a user has started the launcher.
 
     host 0: launcher ──▶ ranks 0, 1, …     ┐
                                            ├ meet at --master-addr, --master-port, of host 0
     host 1: launcher ──▶ the next ranks    ┘
 
-The launchers have no connection: only ranks meet (`meeting.py`), rank 0 holds the run, and its status is how the run
-ended for all hosts. So nobody can start the ranks of all hosts again together: after a failure every launcher ends, its
-own ranks with it, and the same commands resume the run. Output of ranks is kept on their own host, until they end well:
-before all have met nothing may be written into the run.
+The launchers are not connected: only ranks meet (`meeting.py`). Rank 0 holds the run, and its status is the result for
+all hosts. So no launcher can restart the ranks of all hosts: after a failure every launcher ends with its ranks, and
+the same commands resume the run. Output of ranks stays on their host until they succeed: before all ranks have met,
+nothing may be written into the run.
 """
 
 import os
@@ -49,10 +49,10 @@ def run_host(
     policy: RestartPolicy,
     program: Program | None,
 ) -> int:
-    """Run `command` as the `processes` ranks of this host, once, until they end; the exit code for this host.
+    """Run `command` once as the `processes` ranks of this host until they end; returns this host's exit code.
 
-    `resume` is the command line that resumes the run here, `program` what `torchrun.run_node` takes. Raises UserError
-    for what a rank refused, and `CannotStart` (exit code 75) as such a one where ranks did not come.
+    `resume` is the command line that resumes the run here; `program` is passed to `torchrun.run_node`. Raises UserError
+    if a rank refuses, and `CannotStart` (exit code 75) if ranks did not come.
     """
     logs = Path(tempfile.mkdtemp(prefix="lightscale-train-"))
     os.environ[SEVERAL_LAUNCHERS_VARIABLE] = "1"
@@ -84,5 +84,5 @@ def run_host(
         text = f"{stop}, and rank {failure.rank} did not save: {failure.summary} (output of its host's ranks: {logs})"
         print(text, file=sys.stderr)
         code = EXIT_CODES["resumable"]
-    print(f"resume, on all {rendezvous.num_nodes} hosts, with: {resume}", file=sys.stderr)
+    print(f"resume on all {rendezvous.num_nodes} hosts with: {resume}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""Failures of ranks: what each left behind, and which of them the others follow from."""
+"""Failures of ranks: their records, and the first cause among them."""
 
 import os
 import signal
@@ -24,26 +24,26 @@ class RankFailure:
 
     rank: int
     summary: str
-    """One line, or for a user's mistake its whole message."""
+    """One line, or the complete message of a user's mistake."""
     traceback: str | None = None
-    """Python's; None: the process ended without a record, as by a signal."""
+    """Python's traceback; None: the process ended without a record, for example by a signal."""
     time_s: float
-    """When, in seconds since the epoch."""
+    """Time of the failure, in seconds since the epoch."""
     killer: signal.Signals | None = None
     """The signal that ended the process."""
     is_recorded: bool = False
-    """Whether the rank itself noted the time, and what happened."""
+    """Whether the rank itself recorded the time and the cause."""
     exit_code: int | None = None
-    """Of a UserError; None for all other failures."""
+    """Exit code of a UserError; None for other failures."""
 
     @property
     def mistake_code(self) -> int | None:
-        """`exit_code` where another start would end in the same way; after ranks that did not come it may pass."""
+        """`exit_code` if another start would fail in the same way; None if it may succeed, as after missing ranks."""
         return None if self.exit_code == os.EX_TEMPFAIL else self.exit_code
 
 
 def read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
-    """What the agent and the rank's own record (`launch/launcher/rank.py`) say."""
+    """Combine the agent's report with the rank's own record (`launch/launcher/rank.py`)."""
     message: Any = failure.message
     # Only records of `rank.py` have time_s. Otherwise the process left none, and its exit code is all there is.
     if isinstance(message, dict) and "time_s" in message["extraInfo"]:
@@ -67,10 +67,10 @@ def read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    A process that is killed, or exits, leaves no record, and its peers raise before the agent sees it: at
-    about the time of the first record it is the cause. SIGTERM is how the agent ends the other ranks.
+    A process that is killed, or exits, leaves no record, and its peers raise before the agent detects it. If it ended
+    at about the time of the first record, it is the cause. The agent ends the other ranks with SIGTERM.
     """
     if not failures:
         return None
@@ -86,7 +86,7 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
 
 
 def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:
-    """`failure` with what the rank was doing, and after a time-out of a collective with the rank that was missing."""
+    """`failure` with the rank's position and, after a timeout of a collective, the missing rank."""
     own = beats.get(failure.rank)
     if own is None or failure.exit_code is not None:
         return failure

@@ -1,15 +1,15 @@
-"""Ranks as forks of their launcher: what it has imported, which takes seconds, none of them imports again.
+"""Ranks as forks of their launcher, so that they do not repeat its imports, which take seconds.
 
-torch's elastic agent starts a rank by one method of one class, ``SubprocessHandler._popen``, and asks its process only
-what ``subprocess.Popen`` answers. ``forked_ranks`` puts a fork in its place, and nothing else changes: a rank is a
-child of the launcher that leads a session of its own, its output goes to its files, the agent sees its exit code, and
-a restart is another fork of the same launcher.
+torch's elastic agent starts a rank by one method, ``SubprocessHandler._popen``, and uses only the interface of
+``subprocess.Popen``. ``forked_ranks`` replaces it by a fork, and nothing else changes: a rank is a child of the
+launcher with its own session and output files, the agent gets its exit code, and a restart is another fork of the same
+launcher.
 
-A fork has only the thread that made it. Locks that other threads held at that moment stay held: the C library, Python
-and PyTorch release their own, and a rank never uses the launcher's objects, which have the rest. Should one get stuck
-all the same, the watchdog finds it like any other that hangs.
+A fork has only the thread that made it. Locks held by other threads stay held: the C library, Python and PyTorch
+release their own, and a rank never uses the launcher's objects, which have the rest. The watchdog detects a rank that
+hangs nevertheless.
 
-Not for GPUs: CUDA cannot be used in a fork of a process that has touched it. Their ranks are new processes.
+Not for GPUs: CUDA fails in a fork of a process that has used it. Their ranks are new processes.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 Program = Callable[[Sequence[str]], int]
-"""What a command line does, from all its words to the exit code."""
+"""A program: from the words of a command line to the exit code."""
 
 _POLL_S = 0.02
 
 
 @contextlib.contextmanager
 def forked_ranks(program: Program) -> Iterator[None]:
-    """Within, the elastic agent forks this process for each rank, and ``program`` does its command line there."""
+    """Within the context, the elastic agent forks this process for each rank, which runs ``program``."""
 
     def fork(handler: SubprocessHandler, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
         assert handler._stdout is not None and handler._stderr is not None
@@ -51,7 +51,7 @@ def forked_ranks(program: Program) -> Iterator[None]:
 
 
 class ForkedRank:
-    """A rank's process, with what the agent asks of a ``subprocess.Popen``."""
+    """A rank's process, with the part of ``subprocess.Popen`` that the agent uses."""
 
     def __init__(
         self, program: Program, command: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]
@@ -72,7 +72,7 @@ class ForkedRank:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, waited for. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit code. Raises subprocess.TimeoutExpired."""
         deadline_s = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (code := self.poll()) is None:
             if timeout is not None and time.monotonic() > deadline_s:

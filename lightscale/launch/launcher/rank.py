@@ -1,4 +1,4 @@
-"""The frame of a rank's process: it ends with its launcher, and records its error for it."""
+"""The frame of a rank's process, which ends with its launcher and records its error for it."""
 
 import contextlib
 import faulthandler
@@ -41,9 +41,9 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 def run_rank(work: Callable[[], int]) -> int:
-    """Do `work`, whose result is the exit code. An exception is recorded for the launcher, which shows the first.
+    """Do `work`, whose result is the exit code. Exceptions are recorded for the launcher, which shows the first.
 
-    Until `work` handles the stop signals, they end the process. The end of the launcher always ends it.
+    Stop signals end the process until `work` handles them. The end of the launcher always ends it.
     """
     # Crashes of native code (SIGSEGV, SIGABRT) raise no exception: their stacks go to the rank's stderr, or nowhere.
     faulthandler.enable()
@@ -73,23 +73,23 @@ def run_rank(work: Callable[[], int]) -> int:
 
 
 def summary(error: Exception) -> str:
-    """The message of an error."""
+    """Summary of an error in one message."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def summary_and_notes(error: Exception) -> str:
-    """The same, with the notes about where it happened."""
+    """Summary of an error with its notes about the position."""
     return " ".join([summary(error), *(f"({note})" for note in getattr(error, "__notes__", []))])
 
 
 def stacks_file(logs: Path, rank: int) -> Path:
-    """Where `rank` of the launch with the directory `logs` writes its stacks."""
+    """File for the stacks of `rank` in the launch directory `logs`."""
     return logs / f"rank-{rank}.stacks"
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """Which rank a process is, None: it is none. By its environment; or, as the kernel shows that of a fork as it was
-    before the fork, by the file that it prints to. Raises psutil.Error.
+    """The rank of a process, or None. Read from its environment or, for a fork, whose environment the kernel shows as
+    before the fork, from its output file. Raises psutil.Error.
     """
     if (number := process.environ().get("RANK")) is not None:
         return int(number)

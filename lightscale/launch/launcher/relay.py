@@ -1,4 +1,4 @@
-"""Passes stop signals of the launcher on to the ranks."""
+"""Relays the launcher's stop signals to the ranks."""
 
 import contextlib
 import os
@@ -17,10 +17,11 @@ _POLL_S = 0.1
 
 
 class StopRelay:
-    """Passes the first stop signal of this process on to each rank, once.
+    """Relays the first stop signal of this process to each rank, once.
 
-    A rank is in a session of its own: neither Ctrl-C nor a closed terminal (SIGHUP) reaches it directly; and no other
-    child of this process is. SIGHUP counts as SIGTERM, unless nohup made it ignored. The third Ctrl-C kills the ranks.
+    A rank has its own session, so that neither Ctrl-C nor a closed terminal (SIGHUP) reaches it directly; other
+    children of this process have none. SIGHUP counts as SIGTERM, unless nohup ignores it. The third Ctrl-C kills the
+    ranks.
     """
 
     def __init__(self, translation: Mapping[signal.Signals, signal.Signals] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where the processes of several hosts meet: rank 0's address, and what this host can say of it before ranks start."""
+"""The rendezvous of several hosts: rank 0's address, and its checks on this host before ranks start."""
 
 import contextlib
 import os
@@ -15,27 +15,27 @@ from lightscale.errors import UserError
 _ATTEMPT_S = 1.0
 _PAUSE_S = 0.2
 RELEASE_S = 10.0
-"""For a process that ends just now, as after a restart, to let go of the port."""
+"""Time for an ending process to release the port, as after a restart."""
 
 
 class CannotStart(UserError):
-    """Ranks that did not come, or failed: no mistake in the configuration, another start may pass."""
+    """Ranks are missing or have failed without a mistake in the configuration; another start may succeed."""
 
     EXIT_CODE = os.EX_TEMPFAIL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the processes of several nodes meet, and which of the nodes this one is."""
+    """The rendezvous of several nodes, and the number of this node."""
 
     address: str
-    """Of the first node."""
+    """Address of the first node."""
     port: int
     node: int
-    """From 0; its ranks come before those of the next."""
+    """Number of this node, from 0; its ranks precede those of the next."""
     num_nodes: int
     of_agents: bool
-    """Whether the agents of the nodes meet there, and find a port for their ranks; otherwise the ranks do."""
+    """Whether the agents of the nodes meet there and find a port for their ranks; if not, the ranks meet there."""
 
     @property
     def place(self) -> str:
@@ -43,9 +43,9 @@ class Rendezvous:
         return f"{self.address}:{self.port}"
 
     def check(self) -> None:
-        """Raise CannotStart where this host does not know the address; on node 0 where it is in use, or not its own.
+        """Raise CannotStart if this host cannot resolve the address, or, on node 0, if it is in use or another host's.
 
-        Imports no torch: what is wrong is said within a second, or after RELEASE_S where a port is in use.
+        Imports no torch: a fault is reported within a second, or after RELEASE_S if the port is in use.
         """
         try:
             socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
@@ -63,14 +63,14 @@ class Rendezvous:
 
 
 def is_free(port: int) -> bool:
-    """Whether a process of this host can listen at `port`."""
+    """Whether a process of this host can listen on `port`."""
     with contextlib.suppress(OSError), _server(port):
         return True
     return False
 
 
 def in_use(port: int, place: str, why: str = "") -> str:
-    """The message that rank 0, to be met at `place`, cannot have `port` of this host."""
+    """Message that rank 0, at `place`, cannot use `port` of this host."""
     return (
         f"rank 0 cannot serve at {place}: port {port} of {socket.gethostname()} is in use by {_holder(port)}{why}; "
         "end it, or set another MASTER_PORT (--master-port)"
@@ -78,16 +78,16 @@ def in_use(port: int, place: str, why: str = "") -> str:
 
 
 def unknown_address() -> str:
-    """The remedy where MASTER_ADDR has no address."""
+    """Remedy for a MASTER_ADDR without an address."""
     return (
-        f"{socket.gethostname()} knows no address of that name: give all ranks rank 0's host as MASTER_ADDR "
-        "(--master-addr)"
+        f"{socket.gethostname()} cannot resolve that name; set MASTER_ADDR (--master-addr) to rank 0's host on all "
+        "ranks"
     )
 
 
 def foreign_address() -> str:
-    """The remedy where MASTER_ADDR does not lead to the host of rank 0."""
-    return f"MASTER_ADDR (--master-addr) is not {socket.gethostname()}, where rank 0 is, or the network is closed there"
+    """Remedy for a MASTER_ADDR that does not reach the host of rank 0."""
+    return f"set MASTER_ADDR (--master-addr) to {socket.gethostname()}, the host of rank 0, or open the network there"
 
 
 def _server(port: int) -> socket.socket:

@@ -1,18 +1,18 @@
-"""Keep a run going: start its ranks, and start them again after every failure, for as long as it makes progress.
+"""Starts the ranks of a run and restarts them after every failure, for as long as the run makes progress.
 
-Whether a machine broke or the program is wrong cannot be decided from one failure. So any failure of a rank (a crash, a
-kill, a hang) is answered by a new start from the newest whole checkpoint, with a new agent and a new rendezvous; but
-after `restart.max_cycles` starts in a row without a new checkpoint the run is given up. A mistake of the user is not
-tried again, and a stop signal or the deadline ends the run.
+One failure cannot show whether a machine or the program is at fault. So any failure of a rank (a crash, a kill, a hang)
+causes a new start from the newest intact checkpoint, with a new agent and a new rendezvous. After `restart.max_cycles`
+consecutive starts without a new checkpoint, the launcher gives up. A mistake of the user is not retried, and a stop
+signal or the deadline ends the run.
 
 Exit codes of `lightscale train`, for people and job scripts:
 
     0   finished    all steps are done
     75  resumable   stopped by a signal or the deadline, and saved: start the same command again
-    1   resumable   a rank failed, with --no-restart or --nodes: the same, as long as the run makes progress
-    70  stopped     given up: the ranks failed again and again without a new checkpoint
-    74  stopped     there are checkpoints, but none that is whole; or there were some, and all are gone
-    78  stopped     a mistake of the user, or something else that needs attention
+    1   resumable   a rank failed, with --no-restart or --nodes: start again while the run makes progress
+        70  stopped     given up: the ranks failed repeatedly without a new checkpoint
+        74  stopped     there are checkpoints, but none is intact; or all checkpoints are gone
+        78  stopped     a mistake of the user, or another fault that needs attention
 
 The second word is the status in status.json.
 """
@@ -50,31 +50,31 @@ _LEAST_BYTES = 1 << 20
 
 
 class Nodes(Protocol):
-    """Where ranks run, and how they are started there: this machine, or the nodes of a job."""
+    """The nodes of a run and the start of ranks on them: this machine, or the nodes of a job."""
 
     @property
     def num_nodes(self) -> int:
-        """How many there are when the launcher starts."""
+        """Number of nodes when the launcher starts."""
 
     @property
     def translation(self) -> Mapping[signal.Signals, signal.Signals]:
-        """The stop signals that its processes take for others."""
+        """Stop signals that its processes receive as other signals."""
 
     def launch_ranks(
         self, command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
     ) -> Launch:
-        """Run `command` as ranks, `processes` on each node, until they end; see `torchrun.run_node`.
+        """Run `command` as ranks, `processes` per node, until they end; see `torchrun.run_node`.
 
-        Raises NodesLost where that is not possible any more.
+        Raises NodesLost if that is no longer possible.
         """
 
 
 class NodesLost(Exception):
-    """The nodes that are left do not suffice: the run continues when the job has others."""
+    """Too few nodes are left: the run continues when the job has others."""
 
 
 class RankMistake(UserError):
-    """A UserError that a rank raised, with the rank's exit code."""
+    """A UserError raised by a rank, with the rank's exit code."""
 
     def __init__(self, message: str, exit_code: int = UserError.EXIT_CODE) -> None:
         super().__init__(message)
@@ -83,23 +83,23 @@ class RankMistake(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When ranks count as hanging, when they are started again, and when they stop for good."""
+    """Limits for hanging ranks, restarts and the end of a run."""
 
     config: RestartConfig
     again: bool = True
-    """Whether to start the ranks again after a failure."""
+    """Whether to restart the ranks after a failure."""
     deadline_s: float | None = None
-    """When the run is to be saved and left, by the monotonic clock of this process: the other may be set meanwhile."""
+    """Time to save and exit, by this process's monotonic clock, because the wall clock may be set meanwhile."""
 
 
 def run_ranks(
     run: RunDirectory, command: Sequence[str], *, processes: int, resume: str, policy: RestartPolicy, nodes: Nodes
 ) -> int:
-    """Run `command` as ranks, `processes` on each of `nodes`, again and again if need be.
+    """Run `command` as ranks, `processes` on each of `nodes`, with restarts.
 
-    Returns the exit code described above. `resume` is the command line that resumes the run, for the last message.
-    Raises UserError for a mistake of the user that a rank found, and DirectoryReplaced where `run`, which the caller
-    holds, is not there any more.
+    Returns an exit code listed above. `resume` is the command line that resumes the run, for the last message. Raises
+    UserError for a mistake of the user found by a rank, and DirectoryReplaced if `run`, which the caller holds, is
+    gone.
     """
     # Of what the disk has, not of events: only a checkpoint that is there saves the next start from doing it again.
     newest, fruitless, launches = run.newest_checkpoint(), 0, 0
@@ -186,19 +186,19 @@ def _check_space(run: RunDirectory) -> None:
 
 
 def since_the_epoch(deadline_s: float | None) -> float | None:
-    """As other machines know it, whose monotonic clocks are others."""
+    """`deadline_s` in seconds since the epoch, for other machines, whose monotonic clocks differ."""
     return None if deadline_s is None else time.time() + deadline_s - time.monotonic()
 
 
 def missing_status(run: RunDirectory) -> RankFailure | None:
-    """Ranks that all leave with exit code 0 say in status.json why."""
+    """The failure of ranks that all exit with code 0 without writing status.json; None: they wrote it."""
     if run.read_status() is not None:
         return None
     return RankFailure(rank=0, summary="all ranks ended without writing status.json", time_s=time.time())
 
 
 def stop_reason(received: signal.Signals | None, failure: RankFailure, deadline_s: float | None) -> str | None:
-    """Why not to start the ranks again after `failure`; None: no stop was requested."""
+    """Reason not to restart the ranks after `failure`; None: no stop was requested."""
     # A rank may have been signalled itself, before the ranks agreed on stopping: the scheduler signals all processes.
     stop = received or (failure.killer if failure.killer in _STOPPING else None)
     if stop is None and deadline_s is not None and time.monotonic() >= deadline_s:
@@ -216,7 +216,7 @@ def _leave_unsaved(run: RunDirectory, failure: RankFailure, stop: str, launch: L
 
 
 def say_end(run: RunDirectory, resume: str) -> int:
-    """Print how the run ended, as its status says; the exit code."""
+    """Print the end of the run from its status; returns the exit code."""
     status = run.read_status()
     # Ranks that end without one have failed.
     assert status is not None
@@ -227,7 +227,7 @@ def say_end(run: RunDirectory, resume: str) -> int:
 
 
 def _give_up(run: RunDirectory, failure: RankFailure, starts: int) -> int:
-    reason = f"given up after {starts} starts in a row without a new checkpoint; the last: {_reason(failure)}"
+    reason = f"given up after {starts} starts in a row without a new checkpoint; last failure: {_reason(failure)}"
     _write_status(run, "stopped", reason)
     run.event("given_up", reason=reason)
     print(reason, file=sys.stderr)
@@ -260,7 +260,7 @@ def _reason(failure: RankFailure) -> str:
 
 
 def print_failure(failure: RankFailure, logs: Path) -> None:
-    """Print what the rank left behind, and one line that says what happened."""
+    """Print the rank's traceback, if any, and one line about the failure."""
     if failure.traceback is not None:
         print(failure.traceback, file=sys.stderr, end="")
     elif failure.rank != 0:

@@ -1,24 +1,22 @@
-"""Start the ranks of one node by torch's elastic launcher, once, and report how they ended.
+"""Start the ranks of one node once, with torch's elastic launcher, and report their end.
 
-The elastic agent runs in this process: for a run on one machine that is the launcher, for one on several nodes the
-program of `launch/launcher/agent.py`. Three of its habits are changed, by its own settings:
+The elastic agent runs in this process: the launcher for a run on one machine, or the program of
+`launch/launcher/agent.py` on several nodes. Three of its defaults are changed by its own settings:
 
-- Stop signals. torchrun answers a signal by signalling every process of every rank and ending them after 30
-  s, and forwards a second signal too. Here the first stop signal goes once to each rank, to none of their
-  children, and nothing signals them: the agent sees its ranks end by themselves. That needs no shutdown
-  timeout, which torch has only from 2.12 on; TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set for the cases where
-  torch itself ends the ranks.
-- Rendezvous. The ranks get a store of their own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): the shared one
-  keeps the addresses of dead ranks, and restarts fail. The agents of several nodes meet at an address and in
-  an order that are given (static rendezvous), so that ranks are where they were before; each start has
-  agents, and a store, of its own. Where every host is started by hand agents know nothing of one another, and the
-  ranks themselves meet at the given address: torch's own meeting waits for a name without address, and answers a
-  port in use with a stack.
-- Output. All ranks write to files under the run's logs/; rank 0's is shown. After a failure the traceback
-  of the rank that failed first is printed, not those of the ranks that only lost their peer.
+- Stop signals. torchrun signals every process of every rank and ends them after 30 s, and forwards a second
+  signal too. Here the first stop signal goes once to each rank, not to its children, and the agent waits for the
+  ranks to end. That needs no shutdown timeout, which torch has only from 2.12 on;
+  TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set for the cases in which torch itself ends the ranks.
+- Rendezvous. The ranks get their own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): the shared one keeps the
+  addresses of dead ranks, and restarts fail. The agents of several nodes meet at a given address in a given order
+  (static rendezvous), so that ranks keep their places; each start has its own agents and store. When a user starts
+  every host, agents are not connected, and the ranks themselves meet at the given address: torch's own meeting
+  waits for a name without address, and prints a stack for a port in use.
+- Output. All ranks write to files under the run's logs/; rank 0's output is shown. After a failure the traceback
+  of the first failed rank is printed, not those of the ranks that lost their peer.
 
-Whoever starts torchrun by hand (`torchrun … -m lightscale train CONFIG`) should set both variables too, and
-give `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
+Users of torchrun (`torchrun … -m lightscale train CONFIG`) should set both variables too, and add
+`--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
 """
 
 import contextlib
@@ -55,23 +53,23 @@ _SHUTDOWN_TIMEOUT_S = 600
 _RENDEZVOUS_TIMEOUT_S = 300
 _POLL_S = 0.1
 AGENT_LOGS = "launcher-*.log"
-"""The files, one for each node, that `run_node` begins before any rank; only where there are several nodes."""
+"""Files, one per node, that `run_node` starts before any rank; only for several nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How the ranks of one launch ended."""
+    """The end of the ranks of one launch."""
 
     logs: Path
     failure: RankFailure | None
-    """What went wrong first; None: all left with exit code 0."""
+    """The first failure; None: all ranks exited with code 0."""
     beats: dict[int, Beat]
     """The last heartbeat of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """How the ranks of one node ended."""
+    """The end of the ranks of one node."""
 
     failures: Sequence[RankFailure]
     hang: Hang | None
@@ -79,7 +77,7 @@ class NodeReport:
 
 
 class ThisMachine:
-    """The one node of a run that is started without a scheduler: the ranks are children of this process."""
+    """The single node of a run without a scheduler: the ranks are children of this process."""
 
     num_nodes = 1
     translation: Mapping[signal.Signals, signal.Signals] = MappingProxyType({})
@@ -119,11 +117,11 @@ def run_node(
     program: Program | None = None,
     patience_s: float = 0.0,
 ) -> NodeReport:
-    """Run `command` as `processes` ranks until they end; what they write goes to the new directory `logs`.
+    """Run `command` as `processes` ranks until they end; their output goes to the new directory `logs`.
 
-    Ranks that hang are ended. `deadline_s`: when they are to stop by themselves, in seconds since the epoch.
-    `rendezvous`: None where no other nodes take part. `program`: does `command` in forks of this process, which has
-    imported what it needs; None: every rank is a new process. `patience_s`: so long a rank may be silent in any case.
+    Hanging ranks are ended. `deadline_s`: time at which ranks stop, in seconds since the epoch. `rendezvous`: None for
+    a single node. `program`: does `command` in forks of this process, which has imported its modules; None: every rank
+    is a new process. `patience_s`: silence that is always allowed.
     """
     name, node, num_nodes = "", 0, 1
     if rendezvous is not None:
@@ -156,7 +154,7 @@ def run_node(
 
 
 def conclude(reports: Sequence[NodeReport], logs: Path) -> Launch:
-    """The reports of all nodes as one."""
+    """Combine the reports of all nodes."""
     failures = [failure for report in reports for failure in report.failures]
     beats = {rank: beat for report in reports for rank, beat in report.beats.items()}
     # Where ranks wait for one that hangs on another node, they are found too, but were silent only after it.

@@ -1,11 +1,11 @@
-"""Finds ranks that hang, reports where, and kills them all; the launcher decides about a restart.
+"""Detects hanging ranks, reports their position, and kills all ranks; the launcher decides about a restart.
 
-Nothing here needs a rank to cooperate: its heartbeats are read from a file in mapped memory, and stacks are written by
-Python's fault handler from within a signal handler, which works while a thread holds the interpreter. Only a process
-that was stopped cannot write its own; it is named instead.
+No rank needs to cooperate: its heartbeats are read from a file in mapped memory. Python's fault handler writes the
+stacks from a signal handler, which works while a thread holds the interpreter. Only a stopped process cannot write its
+stacks; it is reported instead.
 
-A rank may be silent for as long as its own last heartbeat allows (`Beat.allowed_s`): a save or a first step takes
-longer than a step. Until the first heartbeat, a start has an allowance of its own.
+A rank's last heartbeat sets its longest silence (`Beat.allowed_s`): a save or a first step takes longer than a step.
+Before the first heartbeat, a start has its own limit.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ class Hang:
     """Ranks that were silent for too long."""
 
     ranks: tuple[int, ...]
-    """Those that the others probably wait for."""
+    """Ranks that the others probably wait for."""
     reason: str
     since_s: float
     """Time of their last heartbeat, in seconds since the epoch."""
     time_s: float
-    """When it was found, likewise."""
+    """Time of the detection, in seconds since the epoch."""
     are_stopped: bool = False
-    """By a signal: they do not wait for anybody themselves."""
+    """Whether a signal stopped them; they then wait for no other rank."""
 
 
 class Watchdog:
     """Watches `ranks`, children of this process, whose heartbeats are in the file `heartbeats`, their output in `logs`.
 
-    A context manager. After a rank has been silent for longer than it may, `hang` names it, every rank has left the
-    stacks of its threads in `logs`, and all of them have been killed. A rank may be silent for `patience_s` in any
-    case, as where it may be waiting for another host.
+    A context manager. After a rank has been silent for too long, `hang` names it, `logs` has the stacks of all ranks'
+    threads, and all ranks have been killed. A rank may always be silent for `patience_s`, for example while it waits
+    for another host.
     """
 
     def __init__(

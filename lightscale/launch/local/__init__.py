@@ -1,1 +1,1 @@
-"""A queue of jobs on one machine: runs wait for its GPUs, without a cluster and without a service."""
+"""A queue of jobs on one machine: runs wait for its GPUs, without cluster or service."""

@@ -1,15 +1,15 @@
-"""The queue: a folder with one file for each job, which processes change one at a time.
+"""The queue: a folder with one file per job; processes change it one at a time.
 
-    ~/.local/state/lightscale/queue/     or below XDG_STATE_HOME; one for each user
-        000012.json                      a job: what it asks for, its phase, its processes
-        HOST-gpu-0, HOST-slot-0          locked (flock) by the job that has this GPU, or this slot of a machine without
-        lock                             held for moments: by whoever reads several files to change one
-        runners.log                      what runners print that is of no job
+    ~/.local/state/lightscale/queue/     or below XDG_STATE_HOME; one per user
+        000012.json                      a job: its request, phase and processes
+        HOST-gpu-0, HOST-slot-0          locked (flock) by the job with this GPU, or a slot of a machine without
+        lock                             held for a moment while a process reads several files to change one
+        runners.log                      output of runners outside of jobs
 
-A home directory may be shared by several machines: then numbers are too, but each machine starts its own jobs only.
+Several machines may share a home directory and then the numbers too, but each machine starts only its own jobs.
 
-GPUs are booked by locks, not by what the files say: the kernel keeps such a lock for as long as a process of the job
-lives, whatever happened to its runner or to the files.
+Locks book the GPUs, not the files: the kernel keeps a lock for as long as a process of the job lives, whatever
+happens to its runner or to the files.
 """
 
 import contextlib
@@ -34,23 +34,23 @@ class _Record(BaseModel):
 
 
 class Process(_Record):
-    """A process of this machine, told from later ones with the same id."""
+    """A process of this machine, distinct from later ones with the same id."""
 
     id: int
     started: float
-    """Seconds from the boot."""
+    """Start, in seconds from the boot."""
     boot: str
 
     @classmethod
     def of(cls, process_id: int) -> Self | None:
-        """None: it has ended."""
+        """The process with this id; None: it has ended."""
         try:
             return cls(id=process_id, started=started_s(process_id), boot=boot_id())
         except psutil.NoSuchProcess:
             return None
 
     def is_running(self) -> bool:
-        """Whether it still is. One that ended and was not waited for is not."""
+        """Whether it still runs; a zombie does not."""
         try:
             process = psutil.Process(self.id)
             is_same = abs(started_s(self.id) - self.started) < 1.0 and boot_id() == self.boot
@@ -60,21 +60,21 @@ class Process(_Record):
 
 
 class Job(_Record):
-    """One job, as its file has it."""
+    """One job, as stored in its file."""
 
     number: int
     host: str
-    """The machine whose job it is."""
+    """The machine of the job."""
     order: int
-    """The lower one starts first. A job that is queued again gets a new one: it has had its turn."""
+    """Position: the lowest starts first. A requeued job gets a new one."""
     run: Path
     directory: Path
-    """Where it was submitted, and runs."""
+    """Directory where it was submitted and runs."""
     gpus: list[str]
-    """Those that it may use, by index or UUID."""
+    """GPUs that it may use, by index or UUID."""
     num_gpus: int
     at_once: int
-    """Without GPUs: how many jobs may run, this one included."""
+    """Without GPUs: number of concurrent jobs, including this one."""
     time_s: int | None
     """Time limit."""
     signal_s: int
@@ -82,36 +82,36 @@ class Job(_Record):
     after: int | None
     phase: Literal["waiting", "running", "ended"] = "waiting"
     stop: Literal["save", "now"] | None = None
-    """It was cancelled."""
+    """Kind of its cancellation; None: not cancelled."""
     before: int = 0
-    """The newest checkpoint when it started."""
+    """Step of the newest checkpoint at its start."""
     booked: list[str] = []
-    """GPUs that it runs on."""
+    """GPUs that it holds."""
     runner: Process | None = None
     launcher: Process | None = None
 
     @property
     def is_of_this_machine(self) -> bool:
-        """Only then can its processes be looked at."""
+        """Whether it belongs to this machine, so that its processes are visible."""
         return self.host == socket.gethostname()
 
     @property
     def has_runner(self) -> bool:
-        """Whether somebody waits for its turn, or for its end."""
+        """Whether a runner waits for its turn or its end."""
         return self.runner is not None and self.runner.is_running()
 
     @property
     def has_launcher(self) -> bool:
-        """Whether it is at work, with a runner or not."""
+        """Whether its launcher runs, with or without a runner."""
         return self.launcher is not None and self.launcher.is_running()
 
     def has_progressed(self) -> bool:
-        """Whether it brought a checkpoint."""
+        """Whether it has written a checkpoint."""
         return RunDirectory(self.run).newest_checkpoint() > self.before
 
 
 class Queue:
-    """The queue in the folder `path`. What changes it is called within `locked`."""
+    """The queue in the folder `path`. Change it only within `locked`."""
 
     def __init__(self, path: Path | None = None) -> None:
         state = os.environ.get("XDG_STATE_HOME")
@@ -119,20 +119,20 @@ class Queue:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else changes the queue meanwhile."""
+        """Lock the queue against other changes."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.path / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def jobs(self) -> dict[int, Job]:
-        """All jobs by number. A file that is none is set aside and named: it must not stop the others."""
+        """All jobs by number. A damaged file is set aside and reported, so that it does not stop other jobs."""
         found = {}
         for path in sorted(self.path.glob("*.json")):
             try:
                 job = Job.model_validate_json(path.read_bytes())
                 if path != self._path(job.number):
-                    raise ValueError(f"it is of job {job.number}")
+                    raise ValueError(f"it belongs to job {job.number}")
                 found[job.number] = job
             except (ValidationError, ValueError) as error:
                 aside = path.with_name(f"{path.name}.damaged")
@@ -142,7 +142,7 @@ class Queue:
         return found
 
     def job(self, number: int) -> Job | None:
-        """One job; None: it has no file, or a damaged one."""
+        """One job; None: its file is missing or damaged."""
         try:
             return Job.model_validate_json(self._path(number).read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -153,12 +153,12 @@ class Queue:
         write_atomically(self._path(job.number), job.model_dump_json(indent=1) + "\n")
 
     def newest_number(self) -> int:
-        """The highest that was ever given: its file is kept, also when the job has ended or the file was damaged."""
+        """The highest number ever assigned: its file is kept even when the job has ended or the file is damaged."""
         names = (path.name.partition(".")[0] for path in self.path.glob("*.json*"))
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def forget_ended(self) -> None:
-        """Remove the files of jobs that have ended, but for the newest number."""
+        """Remove the files of ended jobs, except the one with the newest number."""
         newest = self.newest_number()
         for number, job in self.jobs().items():
             if job.phase == "ended" and number != newest:
@@ -171,13 +171,13 @@ class Queue:
                 self.write(job.model_copy(update={"phase": "ended"}))
 
     def queued_again(self, job: Job) -> Job:
-        """`job` as the last one that waits."""
+        """Requeue `job` as the last waiting one."""
         order = 1 + max((one.order for one in self.jobs().values()), default=0)
         again = {"phase": "waiting", "order": order, "booked": [], "runner": None, "launcher": None}
         return job.model_copy(update=again)
 
     def resume(self) -> None:
-        """Give a runner to all jobs of this machine that lost theirs: it was killed, or the machine was restarted."""
+        """Start runners for all jobs of this machine that lost theirs by a kill or a reboot."""
         for job in self.jobs().values():
             if job.phase == "ended" or not job.is_of_this_machine or job.has_runner:
                 continue
@@ -192,7 +192,7 @@ class Queue:
             self.start_runner(self.queued_again(job) if lost else job)
 
     def start_runner(self, job: Job) -> None:
-        """Start the process that waits for the turn of `job`; it outlives this one, and the terminal."""
+        """Start the runner of `job`, which outlives this process and the terminal."""
         errors = str(self.path / "runners.log")
         append, mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
         # -P: a folder of the current directory must not be imported in place of a package.
@@ -212,7 +212,7 @@ class Queue:
         self.write(job.model_copy(update={"runner": Process.of(process_id)}))
 
     def is_turn(self, job: Job) -> bool:
-        """Whether no job of this machine is before `job`: first in, first out, so that large ones get their turn."""
+        """Whether `job` is the first of this machine: first in, first out, so that large jobs get their turn."""
         jobs = self.jobs()
 
         def may_start(one: Job) -> bool:
@@ -222,9 +222,9 @@ class Queue:
         return may_start(job) and not any(map(may_start, others))
 
     def book(self, job: Job) -> dict[str, int] | None:
-        """GPUs for `job`, or a slot, to descriptors of their locks; None: there are not enough now.
+        """Book GPUs, or a slot, for `job`; returns them with the descriptors of their locks. None: not enough free.
 
-        They are free again when each process that has the descriptors has ended or closed them.
+        They are free again when all processes with the descriptors have ended or closed them.
         """
         if job.gpus:
             wanted, names = job.num_gpus, {f"gpu-{gpu}": gpu for gpu in job.gpus}
@@ -248,7 +248,7 @@ class Queue:
         return None
 
     def damaged(self, number: int) -> Path | None:
-        """The file of a job that was set aside; None: there is none."""
+        """The file of a job that was set aside, or None."""
         path = self._path(number)
         aside = path.with_name(f"{path.name}.damaged")
         return aside if aside.exists() else None

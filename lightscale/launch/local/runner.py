@@ -1,9 +1,9 @@
-"""The process of one job: it waits for the job's turn, starts its script, and says what becomes of it.
+"""The process of one job: it waits for the job's turn, starts its script, and records the result.
 
     lightscale submit ──▶ runner (a session of its own) ── at its turn ──▶ job.sh ── exec ──▶ launcher ──▶ ranks
 
-The launcher gets SIGTERM from the kernel when its runner is killed, and saves. SIGTERM for the runner (the machine is
-shut down) makes it pass that on, and leave the job in the queue.
+When the runner is killed, the kernel sends SIGTERM to the launcher, which saves. On SIGTERM (a shutdown of the machine)
+the runner passes the signal on and leaves the job in the queue.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class JobRunner:
         self._process = Process.of(os.getpid())
 
     def run(self) -> None:
-        """Until the job has ended, or this process has to leave."""
+        """Run until the job has ended, or this process must exit."""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._leave)

@@ -1,4 +1,4 @@
-"""The queue of this machine behind the interface of `launch/scheduler.py`."""
+"""The queue of this machine as a `Scheduler` of `launch/scheduler.py`."""
 
 import importlib
 import os
@@ -26,19 +26,19 @@ _NOT_USED = ("partition", "account", "min_nodes", "options")
 
 
 class Local(Scheduler):
-    """Jobs of one machine, which wait for its GPUs; each has a process of its own that waits for its turn."""
+    """Jobs of one machine that wait for its GPUs; each has its own process that waits for its turn."""
 
     title = "queue of this machine"
 
     def require(self, action: Literal["submit", "cancel"]) -> None:
-        """See `Scheduler`. Every machine can."""
+        """See `Scheduler`. Works on every machine."""
 
     def check_settings(self, settings: LaunchSettings) -> None:
-        """See `Scheduler`. The script names what only a cluster has and is not used here."""
+        """See `Scheduler`. The script lists settings that apply only to clusters and are ignored here."""
         if settings.nodes > 1:
             raise UserError(
-                f"launch.nodes = {settings.nodes}: --scheduler local runs jobs on this one machine; use --nodes 1, or "
-                "the scheduler of a cluster"
+                f"launch.nodes = {settings.nodes}: --scheduler local runs jobs on this machine only; use --nodes 1, or "
+                "a cluster's scheduler"
             )
 
     def script(self, job: JobRequest) -> str:
@@ -49,7 +49,7 @@ class Local(Scheduler):
         limit = "no time limit" if settings.time is None else f"time limit {settings.time}"
         lines = [
             "#!/bin/bash",
-            f"# One job of the run {path}: `lightscale submit --scheduler local` made this script.",
+            f"# One job of the run {path}, created by `lightscale submit --scheduler local`.",
             f"# GPUs: {gpus}; {limit}; output: {path}/logs/local-N.out",
             *([f"# Not used on one machine: {', '.join(unused)}"] if unused else []),
             *settings.setup,
@@ -64,7 +64,7 @@ class Local(Scheduler):
         """See `Scheduler`."""
         gpus, wanted = visible_gpus(), job.settings.gpus_per_node
         if wanted is not None and wanted > len(gpus):
-            raise UserError(f"launch.gpus_per_node = {wanted}: this machine has {len(gpus)} GPUs for its jobs")
+            raise UserError(f"launch.gpus_per_node = {wanted}: this machine has {len(gpus)} GPUs for jobs")
 
     def submit(self, job: JobRequest, *, after: int | None = None) -> int:
         """See `Scheduler`."""
@@ -106,7 +106,7 @@ class Local(Scheduler):
                 queue.write(found.model_copy(update={"stop": "now" if now else "save"}))
 
     def state(self, numbers: Sequence[int]) -> dict[int, JobState]:
-        """See `Scheduler`. Jobs that lost their processes are resumed: nobody else watches the queue."""
+        """See `Scheduler`. Also resumes jobs that lost their processes, because no service watches the queue."""
         queue, jobs, newest = Queue(), dict[int, Job](), 0
         if numbers and queue.path.is_dir():
             try:
@@ -120,7 +120,7 @@ class Local(Scheduler):
     def allocation(self, environ: Mapping[str, str], *, min_nodes: int | None, fits: Callable[[int], bool]) -> "Nodes":
         """See `Scheduler`."""
         if job_id(environ) is None:
-            raise UserError("--scheduler local: this is not a job of the queue; use `lightscale submit`")
+            raise UserError("--scheduler local: not inside a job of the queue; use `lightscale submit`")
         # Imported here, because it needs torch, which the commands about jobs do not wait for.
         nodes: Nodes = importlib.import_module("lightscale.launch.launcher.torchrun").ThisMachine()
         return nodes
@@ -131,7 +131,7 @@ class Local(Scheduler):
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that jobs may use: those of CUDA_VISIBLE_DEVICES, where it is set, or all of this machine."""
+    """GPUs for jobs: those of CUDA_VISIBLE_DEVICES if it is set, else all of this machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -151,7 +151,7 @@ def _state(queue: Queue, job: Job | None, number: int, newest: int) -> JobState:
     if job is None:
         aside = queue.damaged(number)
         if aside is not None:
-            return JobState(number=number, phase="unknown", text=f"its file was damaged: {aside}")
+            return JobState(number=number, phase="unknown", text=f"its file is damaged: {aside}")
         # One that this queue never gave may be of another machine's.
         return JobState(number=number, phase="ended" if number <= newest else "unknown")
     if job.phase == "ended":

@@ -1,1 +1,1 @@
-"""Runs as jobs of a SLURM cluster: the batch script, the nodes of a job, and the commands around both."""
+"""Runs as jobs of a SLURM cluster: batch script, nodes of a job, and SLURM's commands."""

@@ -1,13 +1,13 @@
-"""The nodes of the SLURM job that this process runs in, on which the launcher starts a run's ranks.
+"""The nodes of this process's SLURM job, on which the launcher starts a run's ranks.
 
     batch script ──▶ launcher (`train --scheduler slurm`, first node) ── srun ──▶ an agent on every node ──▶ ranks
 
-The launcher does what it does on one machine: it holds the run's lock, restarts the ranks after a failure, and tells by
-its exit code how the run ended. Each start is a job step of its own, on the nodes that the job has then: SLURM takes a
-failed one out of the job (submitted with `sbatch --no-kill`), and the run continues on the others if its batch can be
-split over them, or exits, to be queued again with other nodes.
+The launcher works as on one machine: it holds the run's lock, restarts the ranks after a failure, and reports the run's
+end by its exit code. Each start is a separate job step, on the job's current nodes: SLURM removes a failed node from
+the job (submitted with `sbatch --no-kill`). The run continues on the others if its batch divides over them; otherwise
+it exits, to be requeued with other nodes.
 
-srun forwards SIGUSR1 to all agents, but ends the step at once on SIGTERM and SIGINT: so every stop signal becomes
+srun forwards SIGUSR1 to all agents, but ends the step at once on SIGTERM and SIGINT, so every stop signal becomes
 SIGUSR1.
 """
 
@@ -53,11 +53,11 @@ class Allocation:
 
     job: int
     num_nodes: int
-    """When it started."""
+    """Start of the job."""
     least_nodes: int
-    """With fewer the run exits, to be queued again."""
+    """Minimum number of nodes; with fewer the run exits, to be requeued."""
     fits: Callable[[int], bool]
-    """Whether the run can be split over so many nodes."""
+    """Whether the run divides over a number of nodes."""
 
     translation = MappingProxyType(
         {
@@ -70,12 +70,12 @@ class Allocation:
 
     @classmethod
     def read(cls, environ: Mapping[str, str], least_nodes: int | None, fits: Callable[[int], bool]) -> Self:
-        """The job that `environ` is of. `least_nodes`: None for half of what it has."""
+        """Read the job from `environ`. `least_nodes`: None for half of its nodes."""
         require("srun", "squeue", "sinfo", "scontrol")
         numbers = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES")]
         if not all(re.fullmatch(r"[1-9][0-9]*", number) for number in numbers):
             raise UserError(
-                "--scheduler slurm: this is not a SLURM job (SLURM_JOB_ID and SLURM_JOB_NUM_NODES are not set to "
+                "--scheduler slurm: not inside a SLURM job (SLURM_JOB_ID and SLURM_JOB_NUM_NODES are not set to "
                 "numbers); use `lightscale submit`"
             )
         job, num_nodes = map(int, numbers)
@@ -87,7 +87,7 @@ class Allocation:
     def launch_ranks(
         self, command: Sequence[str], *, processes: int, logs: Path, hang_timeout_s: float, deadline_s: float | None
     ) -> Launch:
-        """Start an agent on each node that is up, as many as the run can use, and wait for all."""
+        """Start an agent on each available node, as many as the run can use, and wait for all."""
         nodes = self._usable()
         order = Order(
             command=list(command),
@@ -115,9 +115,9 @@ class Allocation:
             if time.monotonic() > refused_s:
                 raise NodesLost(
                     f"srun started no agent on the nodes of job {self.job} (exit code {code}, {logs}); the run must be "
-                    "queued again"
+                    "requeued"
                 )
-            print("srun started no agent; trying again", file=sys.stderr, flush=True)
+            print("srun started no agent; retrying", file=sys.stderr, flush=True)
             time.sleep(_PAUSE_S)
 
     def _usable(self) -> list[Node]:
@@ -127,7 +127,7 @@ class Allocation:
         if not count:
             raise NodesLost(
                 f"{len(up)} of the {self.num_nodes} nodes of job {self.job} are up; the run needs at least "
-                f"{self.least_nodes}, as many as its layout can be split over, and must be queued again"
+                f"{self.least_nodes}, in a number that its layout divides over, and must be requeued"
             )
         return up[:count]
 
@@ -140,7 +140,7 @@ class Allocation:
             except UserError as error:
                 if time.monotonic() > deadline_s:
                     raise
-                print(f"{error}; trying again", file=sys.stderr, flush=True)
+                print(f"{error}; retrying", file=sys.stderr, flush=True)
                 time.sleep(_PAUSE_S)
 
     def _conclude(self, nodes: Sequence[Node], order: Order, logs: Path, code: int) -> Launch:

@@ -1,4 +1,4 @@
-"""SLURM's commands, as functions; their error messages become UserErrors."""
+"""SLURM's commands as functions; their error messages become UserErrors."""
 
 import os
 import shutil
@@ -25,22 +25,22 @@ class Node:
 
     name: str
     address: str
-    """Under which SLURM itself reaches it."""
+    """Address by which SLURM reaches it."""
     is_up: bool
 
 
 def require(*programs: str) -> None:
-    """Raise UserError where there is no SLURM."""
+    """Raise UserError without SLURM."""
     for program in programs:
         if shutil.which(program) is None:
             raise UserError(
-                f"there is no SLURM here: {program} is not in the PATH; run this on a login node of the cluster, or "
-                "start the run on this machine with `lightscale train`"
+                f"no SLURM on this machine: {program} is not in PATH; run this on a login node of the cluster, or "
+                "start the run here with `lightscale train`"
             )
 
 
 def ask(*command: str) -> str:
-    """What SLURM's command `command` prints. Raises UserError with its own message where it fails."""
+    """Output of SLURM's command `command`. Raises UserError with its message if it fails."""
     require(command[0])
     try:
         done = subprocess.run(
@@ -48,7 +48,7 @@ def ask(*command: str) -> str:
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"{command[0]} has not answered for {_TIMEOUT_S:.0f} s; check with `sinfo` that the controller is up"
+            f"{command[0]} did not answer within {_TIMEOUT_S:.0f} s; check the controller with `sinfo`"
         ) from None
     if done.returncode != 0:
         lines = filter(None, done.stderr.splitlines())
@@ -58,7 +58,7 @@ def ask(*command: str) -> str:
 
 
 def job_states(numbers: Sequence[int]) -> dict[int, JobState]:
-    """What squeue reports of the jobs `numbers`; "unknown", not an error, where it does not answer or is not here."""
+    """States of the jobs `numbers` from squeue; "unknown", not an error, if it does not answer or is missing."""
     program = shutil.which("squeue")
     if not numbers or program is None:
         return {number: JobState(number=number, phase="unknown") for number in numbers}
@@ -93,12 +93,12 @@ def _plain_environment() -> dict[str, str]:
 
 
 def partitions() -> list[str]:
-    """The names of all that this user may see."""
+    """Names of all partitions visible to this user."""
     return sorted(set(ask("sinfo", "--noheader", "--format=%R").split()))
 
 
 def nodes_of(job: int) -> list[Node]:
-    """The nodes that `job` has now, in SLURM's order; failed ones that were taken out of it are missing."""
+    """Current nodes of `job`, in SLURM's order, without failed ones that SLURM removed from it."""
     names = ask("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
     if not names:
         return []

@@ -1,4 +1,4 @@
-"""What SLURM tells the processes of a job: the job, and the ranks that srun starts (``srun … lightscale train``)."""
+"""SLURM's variables for the processes of a job, and for the ranks started by srun (``srun … lightscale train``)."""
 
 import re
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ _JOB_VARIABLES = {"SLURM_JOB_ID": JOB_ID, "SLURMD_NODENAME": NODE_NAME, "SLURM_S
 
 
 def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """lightscale's own names for what `environ` says of the job."""
+    """The job's variables in `environ`, under lightscale's names."""
     return {name: environ[variable] for variable, name in _JOB_VARIABLES.items() if environ.get(variable)}
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """torchrun's variables for the task that `environ` is of; None: it is no task, or alone in its step."""
+    """torchrun's variables for the task described by `environ`; None: it is no task, or alone in its step."""
     # A batch script has SLURM_PROCID too, but only the tasks of srun have a step.
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None

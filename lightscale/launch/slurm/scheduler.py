@@ -1,4 +1,4 @@
-"""SLURM behind the interface of `launch/scheduler.py`."""
+"""SLURM as a `Scheduler` of `launch/scheduler.py`."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ _COMMANDS = {"submit": ("sbatch", "squeue"), "cancel": ("scancel", "squeue", "sc
 
 
 class Slurm(Scheduler):
-    """Jobs by sbatch, ranks by srun."""
+    """Starts jobs with sbatch and ranks with srun."""
 
     title = "SLURM"
     variables_prefix = "SLURM_"
@@ -30,7 +30,7 @@ class Slurm(Scheduler):
         client.require(*_COMMANDS[action])
 
     def check_settings(self, settings: LaunchSettings) -> None:
-        """See `Scheduler`. A job without a time limit would get the partition's, before which nothing is saved."""
+        """See `Scheduler`. A job without a time limit gets the partition's, before which the run cannot save."""
         if settings.time is None:
             raise UserError("launch.time is not set; use --time HOURS:MINUTES:SECONDS, or launch.time in a file")
 
@@ -43,7 +43,7 @@ class Slurm(Scheduler):
         partition = job.settings.partition
         # sbatch's own message does not say which there are.
         if partition is not None and partition not in (known := client.partitions()):
-            raise UserError(f'partition "{partition}": the cluster does not have it; use {", ".join(known) or "none"}')
+            raise UserError(f'partition "{partition}": unknown on this cluster; use {", ".join(known) or "none"}')
         with tempfile.NamedTemporaryFile("w", suffix=".sh", encoding="utf-8") as file:
             file.write(self.script(job))
             file.flush()

@@ -1,4 +1,4 @@
-"""The batch script of a run's jobs, made from `job.sh` beside this file."""
+"""The batch script of a run's jobs, from the template `job.sh` beside this file."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]*-]+")
 
 
 def render(job: JobRequest) -> str:
-    """The script of `job`."""
+    """Render the script of `job`."""
     settings, run = job.settings, job.run
     path = run.path.absolute()
     again = ": the next job of the chain does it" if job.is_chain else "queue_again"
@@ -71,7 +71,7 @@ def _option(name: str, value: object) -> str:
     if not _PLAIN.fullmatch(text):
         if re.search(r'["\\\n]', text):
             raise UserError(
-                f"--{name} {text}: cannot be given to sbatch, which accepts no quotes, backslashes and new lines"
+                f"--{name} {text}: must have no quotes, backslashes and line breaks, which sbatch does not accept"
             )
         text = f'"{text}"'
     return f"--{name}={text}"

@@ -1,4 +1,4 @@
-"""``lightscale configs``: the configurations that lightscale ships, and what a file can extend."""
+"""``lightscale configs``: list the shipped configurations, and the parts that files can extend."""
 
 import argparse
 import itertools
@@ -17,8 +17,8 @@ from lightscale.models.accounting import parameter_terms
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale configs``."""
     parser.description = (
-        "Lists the configurations that CONFIG can name, wherever the command is run, the parts that `extends` in a "
-        "file can name, and the studies."
+        "Lists the shipped configurations for CONFIG (usable from any directory), the parts for `extends` in a file, "
+        "and the studies."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
     # Without line breaks, so that names can be copied and lines be searched.
     console = Console(highlight=False, markup=False, soft_wrap=True, width=max(Console().width, 100))
     console.print(_table(runs))
-    console.print("extends in a file takes these, and any of the above:")
+    console.print("for `extends` in a file, in addition to the above:")
     for folder, names in shipped.part_names().items():
         console.print(f"  {folder + ':':<8} {' '.join(names)}")
     console.print(f"studies, for `lightscale study`: {' '.join(shipped.study_names())}")
-    console.print(f"files: {shipped.FOLDER}; `lightscale config NAME` shows all that one leads to")
+    console.print(f"files: {shipped.FOLDER}; `lightscale config NAME` prints the resolved configuration")
     return 0
 
 

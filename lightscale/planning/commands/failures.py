@@ -1,4 +1,4 @@
-"""``lightscale plan CONFIG --failures``: the goodput to expect, and how often to save."""
+"""``lightscale plan CONFIG --failures``: expected goodput and best checkpoint interval."""
 
 import argparse
 import dataclasses
@@ -41,46 +41,46 @@ class _Option:
     metavar: str
     help: str
     zero: bool = False
-    """Whether 0 makes sense."""
+    """Whether 0 is valid."""
 
 
 _OPTIONS = {
-    "gpus": _Option(default=64, kind=int, metavar="N", help="number of GPUs (default 64)"),
+    "gpus": _Option(default=64, kind=int, metavar="N", help="number of GPUs (default: 64)"),
     "failures_per_gpu_day": _Option(
         default=4.7e-4,
         kind=float,
         metavar="R",
         zero=True,
-        help="failures that end the run, per GPU and day (default 4.7e-4: 419 in 54 days on 16,384 H100, Llama 3; "
-        "3.7e-4 for BLOOM, 2e-3 for OPT)",
+        help="failures that end the run, per GPU and day (default: 4.7e-4, from 419 in 54 days on 16,384 H100, "
+        "Llama 3; 3.7e-4 for BLOOM, 2e-3 for OPT)",
     ),
-    "stall_s": _Option(default=1.0, kind=float, metavar="S", help="seconds that training waits for a save (default 1)"),
+    "stall_s": _Option(default=1.0, kind=float, metavar="S", help="seconds of training's wait for a save (default: 1)"),
     "save_s": _Option(
         default=60.0,
         kind=float,
         metavar="S",
-        help="seconds from the start of a save until it is complete on disk (default 60, assumed); equal to --stall-s "
-        "where saves are not asynchronous",
+        help="seconds from the start of a save until it is complete on disk (default: 60, assumed); for synchronous "
+        "saves equal to --stall-s",
     ),
     "restart_s": _Option(
         default=300.0,
         kind=float,
         metavar="S",
         zero=True,
-        help="seconds from a failure to the first new step: detection, start, loading (default 300, assumed)",
+        help="seconds from a failure to the first new step: detection, start, loading (default: 300, assumed)",
     ),
     "hours": _Option(
         default=None,
         kind=float,
         metavar="H",
-        help="hours of work in the run (default: its tokens at the speed predicted for H100, as by --nodes)",
+        help="hours of work in the run (default: its tokens at the speed predicted for H100, as with --nodes)",
     ),
-    "seed": _Option(default=0, kind=int, metavar="N", zero=True, help="of the simulated failures (default 0)"),
+    "seed": _Option(default=0, kind=int, metavar="N", zero=True, help="seed of the simulated failures (default: 0)"),
     "simulations": _Option(
         default=None,
         kind=int,
         metavar="N",
-        help="simulated runs for each interval (default: as many as take a few seconds)",
+        help="simulated runs per interval (default: as many as take a few seconds)",
     ),
 }
 
@@ -94,31 +94,31 @@ class GoodputRow:
     interval_s: float
     expected: Shares
     simulated: Estimate | None
-    """None: with next to no progress."""
+    """None: almost no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailurePlan:
-    """All of it."""
+    """The plan for failures."""
 
     regime: Regime
     gpus: int
     work_s: float
-    """Wall time of the run if nothing stopped it."""
+    """Wall time of the run without interruptions."""
     is_predicted: bool
-    """From the speed predicted for H100."""
+    """Whether it comes from the speed predicted for H100."""
     young_s: float
     daly_s: float
-    """The intervals by their formulas."""
+    """Intervals by the formulas of Daly and Young."""
     best: GoodputRow
-    """Daly's interval, but no shorter than saves allow."""
+    """Daly's interval, bounded below by the time of a save."""
     configured: GoodputRow
     rows: tuple[GoodputRow, ...]
-    """By interval, these two among them."""
+    """Rows by interval, including these two."""
     simulated_s: float
     """Wall time of a simulated run."""
     as_good: tuple[float, float]
-    """The shortest and the longest interval that the simulation cannot tell from its best."""
+    """Shortest and longest interval that the simulation cannot distinguish from its best."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,18 +131,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop-every",
         metavar="H:MM",
-        help="wall time between scheduled stops, such as the time limit of a job, before which the run saves "
-        "(default: none)",
+        help="wall time between scheduled stops, such as a job's time limit; the run saves before each (default: none)",
     )
     group.add_argument(
         "--unannounced",
         action="store_true",
-        help="the stops come without warning, like preemptions: at random times, --stop-every apart on average",
+        help="stops without warning, such as preemptions: at random times, on average --stop-every apart",
     )
 
 
 def refuse_without_failures(args: argparse.Namespace) -> None:
-    """UserError for an option that would be without effect."""
+    """Raise UserError for an option without effect."""
     for name in (*_OPTIONS, "stop_every"):
         if getattr(args, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} requires --failures")
@@ -178,9 +177,7 @@ def _value(args: argparse.Namespace, name: str) -> Any:
 def _regime(values: dict[str, Any], stop_every: str | None, *, unannounced: bool) -> Regime:
     stall_s, save_s, restart_s = (values[name] for name in ("stall_s", "save_s", "restart_s"))
     if save_s < stall_s:
-        raise UserError(
-            f"--save-s {save_s:g} is less than --stall-s {stall_s:g}: a save takes at least as long as it stalls"
-        )
+        raise UserError(f"--save-s {save_s:g} is less than --stall-s {stall_s:g}; use at least the stall")
     if unannounced and stop_every is None:
         raise UserError("--unannounced requires --stop-every H:MM, the mean time between the stops")
     regime = Regime(
@@ -193,7 +190,7 @@ def _regime(values: dict[str, Any], stop_every: str | None, *, unannounced: bool
     )
     if regime.losses_per_s == 0:
         raise UserError(
-            "--failures-per-gpu-day 0 and no --unannounced stops: nothing is ever lost, so that no interval is best"
+            "--failures-per-gpu-day 0 and no --unannounced stops: no work is ever lost, so no interval is best"
         )
     if regime.stop_every_s is not None and not unannounced and regime.stop_every_s <= restart_s + save_s:
         raise UserError(
@@ -207,7 +204,7 @@ def _time_s(text: str) -> float:
     match = _TIME.fullmatch(text)
     seconds = 0.0 if match is None else int(match["hours"]) * _HOUR_S + int(match["minutes"]) * 60
     if not seconds:
-        raise UserError(f"--stop-every {text}: must be H:MM, hours and minutes of more than 0, like 24:00")
+        raise UserError(f"--stop-every {text}: must be H:MM, hours and minutes above 0, such as 24:00")
     return seconds
 
 
@@ -217,14 +214,14 @@ def _plan(config: RunConfig, regime: Regime, values: dict[str, Any]) -> FailureP
     best_s = max(daly_s, regime.shortest_interval_s)
     if best_s > work_s:
         raise UserError(
-            f"the run is {duration(work_s)} of work, and the best interval {duration(best_s)}: the checkpoint at its "
-            "end is the only one needed; use a longer run, by --hours"
+            f"the run is {duration(work_s)} of work, and the best interval {duration(best_s)}: it needs only the "
+            "checkpoint at its end; set a longer run with --hours"
         )
     if expected_shares(regime, best_s).progress < _LEAST_PROGRESS:
         raise UserError(
             f"work is lost every {duration(regime.mtbf_s)}, a restart takes {duration(regime.restart_s)} and a save "
-            f"{duration(regime.save_s)}: the run makes almost no progress with any interval; use fewer --gpus, "
-            "a shorter --restart-s or a shorter --save-s"
+            f"{duration(regime.save_s)}: no interval gives much progress; use fewer --gpus, a shorter --restart-s or "
+            "a shorter --save-s"
         )
     intervals = [best_s * factor for factor in _INTERVAL_FACTORS]
     names = {interval_s: "" for interval_s in intervals if regime.shortest_interval_s <= interval_s <= work_s}
@@ -268,8 +265,8 @@ def _predicted_s(config: RunConfig, gpus: int) -> float:
     node = H100.gpus_per_node
     if gpus > node and gpus % node:
         raise UserError(
-            f"--gpus {gpus}: speed is predicted for whole nodes of {node}; use --gpus {round(gpus / node) * node}, "
-            "or give the run's length by --hours"
+            f"--gpus {gpus}: predictions need whole nodes of {node} GPUs; use --gpus {round(gpus / node) * node}, "
+            "or set the run's length with --hours"
         )
     hardware = dataclasses.replace(H100, gpus_per_node=min(gpus, node))
     where = {"nodes": max(1, gpus // node), "sequence_length": config.data.sequence_length}
@@ -278,7 +275,7 @@ def _predicted_s(config: RunConfig, gpus: int) -> float:
         raise explain_none(config, **where, hardware=hardware, fixed=Fixed())
     if not found[0].fits:
         raise UserError(
-            f"--gpus {gpus}: no layout is predicted to fit into memory; use more, or give the run's length by --hours"
+            f"--gpus {gpus}: no layout is predicted to fit in memory; use more GPUs, or set the length with --hours"
         )
     return config.total_steps * config.tokens_per_step / found[0].tokens_per_s
 
@@ -331,10 +328,10 @@ def _show(path: str, config: RunConfig, planned: FailurePlan) -> None:
 
 
 _ASSUMPTIONS = (
-    "goodput: share of the wall time that goes into work which is kept; waiting in a queue is not counted",
-    "failures are Poisson, at the same rate throughout, also during restarts",
-    "a save stalls training and is then written beside it; a failure meanwhile loses it, the next save waits for it",
-    "a restart takes the same time after a failure as after a stop, and finds the newest complete checkpoint undamaged",
+    "goodput: share of the wall time spent on kept work; time in a queue is not counted",
+    "failures are Poisson, at a constant rate, also during restarts",
+    "a save stalls training and is then written in the background; a failure meanwhile loses it, the next save waits",
+    "a restart takes the same time after a failure and after a stop; the newest complete checkpoint is intact",
 )
 
 
@@ -369,7 +366,7 @@ def _advice(config: RunConfig, planned: FailurePlan) -> Iterable[str]:
     yield f"one run in ten is below {estimate.low:.2%} ({runs})"
     if config.checkpoint.every is None:
         hours = planned.regime.mtbf_s / _HOUR_S
-        yield f"for a run that tunes its interval itself, as an override: checkpoint.mtbf_hours={hours:.3g}"
+        yield f"override for automatic checkpoint intervals: checkpoint.mtbf_hours={hours:.3g}"
     yield ""
 
 
@@ -377,7 +374,7 @@ def _table(rows: Sequence[GoodputRow]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="shares of the wall time; all but the simulated goodput (± standard error) by closed forms",
+        caption="shares of the wall time, by closed forms; simulated goodput ± standard error",
         caption_justify="left",
     )
     for heading in ("interval", "goodput", "simulated", "save stalls", "lost work", "restarts", "stops"):

@@ -1,6 +1,6 @@
-"""``lightscale plan``: what a run would take, without building its model; the study's table of sizes.
+"""``lightscale plan``: predictions for a run without building its model; the study's table of sizes.
 
-With ``--nodes`` it predicts speed: `scaling`; with ``--failures`` goodput: `failures`; ``--trace`` records: `trace`.
+``--nodes`` predicts speed (`scaling`), ``--failures`` predicts goodput (`failures`), ``--trace`` records (`trace`).
 """
 
 import argparse
@@ -32,15 +32,15 @@ _STUDY = "the study (arXiv 2406.16690)"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale plan``."""
-    add_config(parser, "; with --study a folder of runs", nargs="?")
+    add_config(parser, "; with --study: a folder of runs", nargs="?")
     add_overrides(parser)
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="ranks (default: as few as the configured layout takes)"
+        "--processes", type=int, metavar="N", help="number of ranks (default: the least of the configured layout)"
     )
     parser.add_argument(
         "--study",
         action="store_true",
-        help="compare all sizes and architectures of the scaling-law study with its Table 7 (default: those shipped)",
+        help="compare sizes and architectures with Table 7 of the scaling-law study (default: the shipped ones)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     scaling.add_arguments(parser)
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan, the study's table, or a prediction.
 
-    1 where the table disagrees with the published one, or where no layout fits on any of the nodes.
+    Returns 1 if the table disagrees with the published one, or if no layout fits on any number of nodes.
     """
     kinds = {
         "--study": args.study,
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.study:
         return _study(args)
     if args.config is None:
-        raise UserError("no CONFIG given; use the TOML file of a run, or --study for the table of the study")
+        raise UserError("no CONFIG given; name a TOML file or a shipped run, or use --study for the study's table")
     if args.nodes is not None:
         return scaling.run(args)
     if args.failures:
@@ -130,17 +130,17 @@ def _parameter_lines(parameters: Parameters, model: ModelConfig) -> Iterable[tup
         yield name, f"{count:,}", f"not counted by {_STUDY}" if name in parameters.only_exact else ""
     yield "outside the embedding", f"{parameters.rest:,}", "all parameters of the built model"
     study = "—" if parameters.study is None else f"{parameters.study:,}"
-    yield "", study, f"as {_STUDY} counts" if parameters.study is not None else f"{_STUDY} has no such model"
+    yield "", study, f"as counted in {_STUDY}" if parameters.study is not None else f"{_STUDY} has no such model"
     yield "total", f"{parameters.total:,}", ""
 
 
 def _flops_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
-    mfu = "all matrix products that the model needs, logits too"
+    mfu = "all matrix products of the model, including logits"
     yield "for MFU", f"{planned.mfu_flops:.4g}", mfu
     if planned.study_flops is None:
         yield "of the study", "—", f"{_STUDY} has no such model"
     else:
-        yield "of the study", f"{planned.study_flops:.4g}", f"as {_STUDY} counts, without logits"
+        yield "of the study", f"{planned.study_flops:.4g}", f"as counted in {_STUDY}, without logits"
 
 
 def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
@@ -149,10 +149,10 @@ def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     yield "gradients", _gib(memory.gradients_bytes), ""
     yield "optimizer", _gib(memory.optimizer_bytes), ""
     tokens = planned.layout.micro_batch_size * planned.layout.rank_sequence_tokens
-    yield "activations", _gib(memory.activations_bytes), f"{tokens:,} tokens at once"
+    yield "activations", _gib(memory.activations_bytes), f"{tokens:,} tokens at a time"
     if memory.exchange_bytes:
         yield "exchange of states", _gib(memory.exchange_bytes), ""
-    yield "logits", _gib(memory.logits_bytes), "while the loss is computed"
+    yield "logits", _gib(memory.logits_bytes), "during the loss"
     yield "backward pass of a block", _gib(memory.block_bytes), "after the loss: the larger of the two counts"
     yield "total", _gib(memory.total_bytes), ""
 
@@ -164,7 +164,7 @@ def _exchange_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
             yield where, "—", "no state of constant size: grows with the sequence"
         else:
             both = f"{exchange.forward_bytes:,} / {exchange.backward_bytes:,}"
-            yield where, both, "" if planned.layout.sequence > 1 else "with parallel.sequence above 1"
+            yield where, both, "" if planned.layout.sequence > 1 else "if parallel.sequence > 1"
 
 
 def _layers_of(exchange: StateExchangeSize) -> str:
@@ -186,7 +186,7 @@ def _table(headings: tuple[str, str, str], lines: Iterable[tuple[str, str, str]]
 
 def _study(args: argparse.Namespace) -> int:
     if args.overrides or args.processes is not None:
-        raise UserError("--study takes no overrides and no --processes: it prints the sizes as they are shipped")
+        raise UserError("--study takes no overrides and no --processes; remove them")
     rows = study_table(args.config or shipped.FOLDER)
     if args.json:
         print(json.dumps([_study_record(row) for row in rows], indent=2))

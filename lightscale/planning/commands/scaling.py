@@ -1,6 +1,6 @@
-"""``lightscale plan CONFIG --nodes …``: predicted speed and memory on nodes of GPUs, by nodes and sequence length.
+"""``lightscale plan CONFIG --nodes …``: predict speed and memory by number of nodes and sequence length.
 
-For each it has the commands that train on the best layout, each on one line, to paste.
+It prints the commands that train on the best layout, one line each, to paste.
 """
 
 import argparse
@@ -39,66 +39,65 @@ _OPTIONS = ("length", "layout", "hardware", "settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Commands:
-    """What trains on a layout."""
+    """Commands that train on a layout."""
 
     overrides: tuple[str, ...]
-    """Those that were given, then those of the layout."""
+    """The given overrides, then those of the layout."""
     train: str
-    """On one line; for several nodes, in a job that has them."""
+    """`lightscale train` on one line; several nodes need a job that has them."""
     submit: str
-    """On one line."""
+    """`lightscale submit` on one line."""
     changed_batch: str | None
-    """What the layout changes of the recipe, in words; None where a step keeps its tokens."""
+    """The layout's change of the batch, in words; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What is predicted for one number of nodes and one length."""
+    """Prediction for one number of nodes and one length."""
 
     nodes: int
     sequence_length: int
     layouts: list[Prediction]
-    """Best first; empty if there is none."""
+    """Layouts, best first."""
     commands: Commands | None
-    """Of the best layout; None where none fits."""
+    """Commands of the best layout; None: none fits."""
     least_nodes: int | None
-    """Where none fits: on how many nodes one does; None: on none up to `MOST_NODES`."""
+    """Least number of nodes on which a layout fits, if none fits here; None: none up to `MOST_NODES`."""
 
     @property
     def fits(self) -> bool:
-        """Whether any layout does."""
+        """Whether any layout fits."""
         return bool(self.layouts) and self.layouts[0].fits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the prediction."""
     group = parser.add_argument_group("prediction of speed and memory on nodes of GPUs (not measured)")
-    group.add_argument("--nodes", metavar="N", help="number of nodes: 8, or 1,8,128, or 1..128 by doubling")
+    group.add_argument("--nodes", metavar="N", help="numbers of nodes: 8, or 1,8,128, or 1..128 by doubling")
     group.add_argument(
-        "--length", metavar="TOKENS", help="sequence length: 8K, or 8K,1M, or 8K..4M by doubling (default: CONFIG's)"
+        "--length", metavar="TOKENS", help="sequence lengths: 8K, or 8K,1M, or 8K..4M by doubling (default: CONFIG's)"
     )
     group.add_argument(
         "--layout",
         metavar="AXIS=N,…",
-        help="choices to fix instead of searching them: tensor, pipeline, sequence, data, micro_batch_size, recompute, "
-        "exchange",
+        help="fixed choices, not searched: tensor, pipeline, sequence, data, micro_batch_size, recompute, exchange",
     )
     group.add_argument("--hardware", choices=HARDWARE, help="kind of GPU (default: h100)")
     group.add_argument(
-        "--set", dest="settings", action="append", metavar="NAME=NUMBER", help="replace a hardware number"
+        "--set", dest="settings", action="append", metavar="NAME=NUMBER", help="override a hardware number"
     )
 
 
 def refuse_without_nodes(args: argparse.Namespace) -> None:
-    """UserError for an option of the prediction that would be without effect."""
+    """Raise UserError for an option of the prediction without effect."""
     for name in _OPTIONS:
         if getattr(args, name) is not None:
             option = "set" if name == "settings" else name
-            raise UserError(f"--{option} requires --nodes, the number of nodes to predict for; use --nodes 1 for one")
+            raise UserError(f"--{option} requires --nodes, the number of nodes; use --nodes 1 for one")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prediction; 1 where no layout fits anywhere."""
+    """Print the prediction; returns 1 if no layout fits."""
     if args.processes is not None:
         raise UserError(
             f"--processes {args.processes} and --nodes {args.nodes}: use only one of them; a node has one rank per GPU"
@@ -127,7 +126,7 @@ class _Command:
         self.hardware, self.fixed = hardware, fixed
 
     def points(self, nodes: list[int], lengths: list[int]) -> list[Point]:
-        """One for each number of nodes and each length."""
+        """One point for each number of nodes and each length."""
         points = [self._point(count, length) for count in nodes for length in lengths]
         if not any(point.layouts for point in points):
             where = {"nodes": nodes[0], "sequence_length": lengths[0]}
@@ -242,9 +241,9 @@ def _layout_record(one: Prediction) -> dict[str, Any]:
 
 def _sentences(config: RunConfig) -> list[str]:
     batch = (
-        f"a step takes the configuration's tokens, {config.tokens_per_step:,}: on its own length exactly, where any "
-        f"layout that fits can, else {BATCH_TOLERANCE:.0%} more or less, or one sequence if that is longer; the "
-        "micro-batch is the smallest than which none is faster by more than 1 %"
+        f"a step has the configuration's {config.tokens_per_step:,} tokens: exactly at its own length if a fitting "
+        f"layout exists, else ±{BATCH_TOLERANCE:.0%}, or one sequence if that is longer; a larger micro-batch is "
+        "chosen only if it is faster by more than 1 %"
     )
     return [batch, *step_cost.assumptions(), *(f"memory: {one}" for one in memory.assumptions(config, searched=True))]
 
@@ -263,7 +262,7 @@ def _show(path: str, config: RunConfig, hardware: Hardware, points: list[Point])
         for point in points:
             if not point.fits:
                 console.print(_least_nodes(point), soft_wrap=True)
-        console.print("With one number of nodes and one length, this command prints what to paste.\n", soft_wrap=True)
+        console.print("For commands to paste, use one number of nodes and one length.\n", soft_wrap=True)
     console.print(_hardware_table(hardware))
     console.print("Assumptions:")
     for sentence in _sentences(config):
@@ -274,7 +273,7 @@ def _points_table(rows: Iterable[tuple[Point, Prediction | None]]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="t·p·s·d: ranks along tensor, pipeline, sequence, data. exposed: share of the step spent waiting "
+        caption="t·p·s·d: ranks along tensor, pipeline, sequence, data. exposed: share of the step spent on waits "
         "for communication and other stages",
         caption_justify="left",
     )
@@ -327,9 +326,9 @@ def _show_commands(console: Console, point: Point) -> None:
         console.print(f"{_least_nodes(point)}\n", soft_wrap=True)
         return
     if point.commands.changed_batch:
-        console.print(f"Another batch than the configuration's: {point.commands.changed_batch}\n", soft_wrap=True)
+        console.print(f"The batch changes: {point.commands.changed_batch}\n", soft_wrap=True)
     where = "on this machine" if point.nodes == 1 else f"inside a job of {point.nodes} nodes"
-    console.print(f"To train on the first layout, {where}, or as a job (time limit: launch.time, or --time):")
+    console.print(f"Commands for the first layout, {where}, or as a job (time limit: launch.time or --time):")
     for command in (point.commands.train, point.commands.submit):
         console.print(command, soft_wrap=True)
     console.print()
@@ -340,10 +339,10 @@ def _least_nodes(point: Point) -> str:
         f"{point.nodes} {'node' if point.nodes == 1 else 'nodes'}, sequences of {_short(point.sequence_length)} tokens"
     )
     if not point.layouts:
-        return f"{where}: heads, layers, sequences and the batch cannot be divided so far"
+        return f"{where}: heads, layers, sequences and the batch do not divide further"
     if point.least_nodes is None:
-        return f"{where}: nothing fits, nor on any number of nodes up to {MOST_NODES}"
-    return f"{where}: nothing fits; the least that it takes is {point.least_nodes} nodes"
+        return f"{where}: no layout fits on up to {MOST_NODES} nodes"
+    return f"{where}: no layout fits; use at least {point.least_nodes} nodes"
 
 
 def _show_one(console: Console, hardware: Hardware, best: Prediction) -> None:

@@ -1,1 +1,1 @@
-"""The metrics of a run while it trains: what is measured, and where it goes."""
+"""The metrics of a training run, and their sinks."""

@@ -1,4 +1,4 @@
-"""A sink in a thread of its own, so that one that fails or hangs costs training nothing."""
+"""A sink in its own thread, so that a failing or hanging sink costs training nothing."""
 
 import contextlib
 import sys
@@ -26,10 +26,10 @@ def _say(text: str) -> None:
 
 
 class BackgroundSink(Sink):
-    """Another sink, called by a thread. None of its methods waits or raises; only ``close`` waits, not for ever.
+    """Another sink, called by a thread. Its methods neither wait nor raise; only ``close`` waits, up to a limit.
 
-    Where the sink fails it is opened again and tried again, less and less often. What that could not write is counted
-    in ``dropped``. One whose package is not installed is switched off.
+    A sink that fails is reopened and retried, less and less often; ``dropped`` counts the measurements lost. A sink
+    whose package is missing is disabled.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class BackgroundSink(Sink):
             self._changed.notify()
 
     def close(self) -> None:
-        """See ``Sink``. After a time limit the sink is left alone, and what it has not written is dropped."""
+        """See ``Sink``. After a time limit the sink is abandoned, and its pending measurements are dropped."""
         with self._changed:
             self._closing.set()
             self._changed.notify()
         self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
-            self._say(f"metrics: sink {self._name} has not ended after {self._close_timeout_s:g} s and is left alone")
+            self._say(f"metrics: sink {self._name} did not close within {self._close_timeout_s:g} s and is abandoned")
             self._drop(len(self._waiting) + 1)
         if self.dropped:
-            self._say(f"metrics: sink {self._name} lacks {self.dropped} measurements; metrics.jsonl has all")
+            self._say(f"metrics: sink {self._name} lost {self.dropped} measurements; metrics.jsonl has all")
 
     def _serve(self) -> None:
         """The thread: work until the sink is closed and nothing waits, or it is switched off."""
@@ -122,7 +122,7 @@ class BackgroundSink(Sink):
                 self._closing.wait(PAUSES_S[min(self._failing, len(PAUSES_S)) - 1])
             else:
                 if self._failing:
-                    self._say(f"metrics: sink {self._name} works again, after {self._failing} failures")
+                    self._say(f"metrics: sink {self._name} works again after {self._failing} failures")
                 self._failing = 0
                 return
         self._drop(1)
@@ -132,7 +132,7 @@ class BackgroundSink(Sink):
         self._failing += 1
         if self._failing == 1:
             kind = type(error).__name__
-            self._say(f"metrics: sink {self._name} fails, {kind}: {error}; training continues, it is tried again")
+            self._say(f"metrics: sink {self._name} failed, {kind}: {error}; training continues, the sink is retried")
         sink, self._sink = self._sink, None
         if sink is not None:
             with contextlib.suppress(Exception):
@@ -142,7 +142,7 @@ class BackgroundSink(Sink):
         self.failures += 1
         self._off = True
         self._drop(1)
-        self._say(f"metrics: sink {self._name} is switched off: {reason}")
+        self._say(f"metrics: sink {self._name} is disabled: {reason}")
 
     def _drop(self, number: int) -> None:
         with self._changed:

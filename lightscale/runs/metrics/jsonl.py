@@ -8,10 +8,10 @@ from lightscale.runs.run_directory import LineWriter, RunDirectory
 
 
 class JsonlSink(Sink):
-    """Lines of all attempts; ``read_metrics`` takes the last attempt's of each step.
+    """Lines of all attempts; for each step ``read_metrics`` uses the last attempt's line.
 
-    Written by the thread that trains, and on its disk when ``write`` returns: goodput is computed of it. What the disk
-    does not accept is kept in memory and written later.
+    The training thread writes them. They are on disk when ``write`` returns, because goodput is computed from them.
+    Lines that the disk does not accept stay in memory and are written later.
     """
 
     def __init__(self, run: RunFacts) -> None:
@@ -26,10 +26,10 @@ class JsonlSink(Sink):
             self._pending.add({**beginning, **measurement.fields})
 
     def go_back(self, step: int) -> None:
-        """See ``Sink``. Its lines say which attempt they are from."""
+        """See ``Sink``. The lines hold their attempt's number."""
 
     def close(self) -> None:
-        """See ``Sink``. What the disk does not accept even now is lost, which is said."""
+        """See ``Sink``. Lines that the disk still does not accept are lost; a message reports it."""
         try:
             self._pending.flush()
             self._lines.sync()

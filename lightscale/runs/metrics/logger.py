@@ -1,4 +1,4 @@
-"""What rank 0 measures while it trains, passed on to the sinks and to the progress line."""
+"""Passes the measurements of rank 0 to the sinks and to the progress line."""
 
 import math
 import time
@@ -21,13 +21,13 @@ class ValidationLoss:
 
     loss: float
     by_position: tuple[float, ...] = ()
-    """The same for equal parts of the sequence, first to last."""
+    """Mean loss for equal parts of the sequence, first to last."""
     accuracy: float | None = None
-    """Share of the predicted tokens of which the model's most probable one is right; None: not counted."""
+    """Share of predicted tokens for which the model's most probable token is right; None: not counted."""
 
 
 class MetricsLogger:
-    """Passes the metrics of a run on. Every rank may have one, but only one is `enabled`; the others do nothing.
+    """Passes on the metrics of a run. Every rank may have one, but only one is `enabled`; the others do nothing.
 
     with MetricsLogger(…) as metrics:
         for step in …:
@@ -76,11 +76,11 @@ class MetricsLogger:
         self._began = time.perf_counter()
 
     def due(self, step: int) -> bool:
-        """Whether `step` is one to log: every `log_every`-th and the last. The same on all ranks."""
+        """Whether to log `step`: every `log_every`-th and the last. The same on all ranks."""
         return step % self._log_every == 0 or step == self._total_steps
 
     def go_back(self, step: int, *, attempt: int) -> None:
-        """The run rolls back to `step` and continues as another attempt, whose records replace those of later steps."""
+        """Roll back to `step`: records of the new attempt replace those of later steps."""
         if not self._enabled:
             return
         self._attempt = attempt
@@ -101,10 +101,10 @@ class MetricsLogger:
         groups: Mapping[str, Mapping[str, Scalar]] | None = None,
         **more: Scalar,
     ) -> None:
-        """Record the step that now ends.
+        """Record the end of a step.
 
-        `step` counts from 1, `tokens` from the run's beginning; `skipped`: why its gradients were not applied, if
-        they were not; `groups`: scalars that belong together, such as the loss of each source; `more`: others.
+        `step` counts from 1, `tokens` from the start of the run; `skipped`: the reason why the gradients were not
+        applied, if so; `groups`: groups of scalars, such as the loss of each source; `more`: other scalars.
         """
         if not self._enabled:
             return
@@ -135,7 +135,7 @@ class MetricsLogger:
         )
 
     def log_validation(self, step: int, *, tokens: int, losses: Mapping[str, ValidationLoss]) -> None:
-        """Record the losses of all validation sets, by name, as they are after `step`."""
+        """Record the losses of all validation sets, by name, after `step`."""
         if not self._enabled:
             return
         sets: dict[str, dict[str, Any]] = {}
@@ -161,9 +161,9 @@ class MetricsLogger:
     def log_evaluation(
         self, step: int, *, tokens: int, scores: Mapping[str, Mapping[str, Scalar]], seconds: float
     ) -> None:
-        """Record the ``scores`` of each task, by name, as they are after ``step``; none where nothing was done.
+        """Record the ``scores`` of each task, by name, after ``step``; nothing if no task ran.
 
-        What a resumed run does for the step it begins at has no line in metrics.jsonl: see ``log_goodput``.
+        The evaluation of a resumed run's first step has no line in metrics.jsonl: see ``log_goodput``.
         """
         if not self._enabled or not scores:
             return
@@ -181,7 +181,7 @@ class MetricsLogger:
     ) -> None:
         """Record, after ``step``, that the checkpoint of ``saved_step`` is durable.
 
-        ``stall_s``: seconds that training waited for it; ``write_s``: seconds until it was written.
+        ``stall_s``: seconds of training's wait for it; ``write_s``: seconds until it was written.
         """
         if not self._enabled:
             return
@@ -190,7 +190,7 @@ class MetricsLogger:
         self._write(step, {"tokens": tokens, **fields}, {"checkpoint": scalars}, scalars_step=saved_step)
 
     def count_skipped_save(self, step: int) -> None:
-        """Record that a checkpoint due at ``step`` was skipped, as the previous one was still being written."""
+        """Record that the checkpoint due at ``step`` was skipped: the previous one was still being written."""
         if not self._enabled:
             return
         self._skipped_saves += 1
@@ -199,8 +199,8 @@ class MetricsLogger:
     def log_goodput(self, step: int, *, tokens: int, goodput: Goodput) -> None:
         """Record the goodput of the run up to `step`.
 
-        In metrics.jsonl it is joined with this attempt's line of that step. Where there is none, as when an attempt
-        starts, nothing is written: the new line would replace the previous attempt's line of that step.
+        In metrics.jsonl it joins this attempt's line of that step. Without one, as at the start of an attempt, nothing
+        is written: the new line would replace the previous attempt's line of that step.
         """
         if not self._enabled:
             return
@@ -210,7 +210,7 @@ class MetricsLogger:
         self._progress.say(f"step {step}/{self._total_steps}  {goodput.sentence()}")
 
     def close(self) -> None:
-        """Have the sinks write what they hold back, and end the progress line."""
+        """Flush and close the sinks, and end the progress line."""
         if not self._enabled:
             return
         self._progress.close()

@@ -1,7 +1,7 @@
-"""What GPUs can compute at most, for MFU: dense bf16 FLOP/s without sparsity, from NVIDIA's data sheets.
+"""Peak FLOP/s of GPUs for MFU: dense bf16 without sparsity, from NVIDIA's data sheets.
 
-By the whole name that the driver gives. Parts of names are not enough: boards of one chip differ (PCIe, NVL), and MIG
-instances and chips made for one customer begin with the same words.
+Keys are the driver's full names. Parts of names are not enough: boards of one chip differ (PCIe, NVL), and MIG
+instances and chips for one customer begin with the same words.
 """
 
 import re
@@ -18,6 +18,6 @@ _PEAK_FLOPS = {
 
 
 def device_peak_flops(device_name: str) -> float | None:
-    """Of the GPU with the driver's name `device_name`, such as "NVIDIA H100 80GB HBM3"; None: not known, as of CPUs."""
+    """Peak FLOP/s of the GPU `device_name` (the driver's name, "NVIDIA H100 80GB HBM3"); None: unknown, or a CPU."""
     name = device_name.removeprefix("NVIDIA ")
     return next((peak for pattern, peak in _PEAK_FLOPS.items() if re.fullmatch(pattern, name)), None)

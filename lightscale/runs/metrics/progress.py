@@ -1,4 +1,4 @@
-"""The progress of a run for people: one line on a terminal, or one line a step in a log."""
+"""The progress of a run for people: one live line on a terminal, or one line per step in a log."""
 
 import contextlib
 import datetime
@@ -18,7 +18,7 @@ _WINDOW_LINES = 100
 
 
 class Progress(Protocol):
-    """Where lines for people go."""
+    """Destination of progress lines."""
 
     def show(self, step: int, text: str) -> None:
         """`step` ended as `text` says."""
@@ -27,7 +27,7 @@ class Progress(Protocol):
         """Print a line."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class Pace:
@@ -93,14 +93,14 @@ class LiveProgress:
         self._progress.console.print(text)
 
     def close(self) -> None:
-        """Leave the line as it is, and the terminal as it was."""
+        """Keep the line and restore the terminal."""
         self._progress.stop()
         if self._terminal is not sys.stderr:
             self._terminal.close()
 
 
 def start_progress(total_steps: int, steps_done: int) -> Progress:
-    """On the launcher's terminal, or on stderr."""
+    """Progress on the launcher's terminal, or on stderr."""
     terminal = _terminal()
     return PlainProgress(total_steps) if terminal is None else LiveProgress(terminal, total_steps, steps_done)
 

@@ -1,4 +1,4 @@
-"""From the names in `metrics.sinks` to open sinks."""
+"""Opens the sinks named in `metrics.sinks`."""
 
 import functools
 import importlib
@@ -11,7 +11,7 @@ from lightscale.runs.metrics.sink import RunFacts, Sink
 
 
 def open_sinks(names: Sequence[str], run: RunFacts) -> list[Sink]:
-    """A sink for each of `names`. None but that of the record, metrics.jsonl, can raise or make training wait."""
+    """Open a sink for each of `names`. Only the sink of the record, metrics.jsonl, can raise or delay training."""
     return [_open(name, run) if sink_entry(name).is_record else _in_background(name, run) for name in names]
 
 

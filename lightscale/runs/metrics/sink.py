@@ -1,4 +1,4 @@
-"""What a place that metrics go to, a sink, is given, and what it must do."""
+"""The interface of a sink of metrics, and its inputs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ COMMAND_VARIABLE = "LIGHTSCALE_COMMAND"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a sink may want to know when it is opened."""
+    """Facts about the run for a sink that opens."""
 
     directory: Path
-    """Of the run."""
+    """The run's directory."""
     config: RunConfig
     command: str = ""
-    """What the user entered; empty where it is not known."""
+    """The user's command; empty if unknown."""
     first_step: int | None = 1
-    """The first step, from 1, of this attempt: what earlier attempts wrote of it and of later steps is void. None: the
-    sink is opened again within the attempt, after it failed, and what it has is valid."""
+    """The first step, from 1, of this attempt; records of earlier attempts for it and later steps are void. None: the
+    sink reopens within the attempt after a failure, and its records are valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What was measured at one moment."""
+    """One measurement for all sinks."""
 
     step: int
     """Optimizer steps done."""
@@ -36,22 +36,22 @@ class Measurement:
     time: str
     """UTC, ISO 8601."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """For metrics.jsonl: numbers, text, and tables of them. Empty: the record has no line of it."""
+    """For metrics.jsonl: numbers, text, and tables of them. Empty: no line in the record."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """For curves: finite numbers by "group/name"."""
     scalars_step: int | None = None
-    """The step that the scalars are of; None: ``step``. A save is measured when it is durable, some steps later."""
+    """Step of the scalars; None: ``step``. A save is measured when it is durable, some steps later."""
 
 
 class Sink(ABC):
-    """A place that the metrics of a run go to. On rank 0 only, and called by one thread at a time.
+    """Destination of a run's metrics. Exists on rank 0 only; one thread at a time calls it.
 
-    A sink that `background.py` calls may raise anything and take any time: training goes on. It is then opened again
-    and given the same measurement once more.
+    A sink called by `background.py` may raise any error and take any time: training continues. The sink is then
+    reopened and receives the same measurement again.
     """
 
     failures = 0
-    """How often it has failed."""
+    """Number of failures."""
 
     @abstractmethod
     def __init__(self, run: RunFacts) -> None:
@@ -59,12 +59,12 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, measurement: Measurement) -> None:
-        """Steps come in order, but for `go_back`."""
+        """Write one measurement. Steps come in order, except after `go_back`."""
 
     @abstractmethod
     def go_back(self, step: int) -> None:
-        """The run continues behind `step`: what was written of later steps is void."""
+        """Return to `step`: the records of later steps are void."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is held back."""
+        """Write everything pending and close."""

@@ -1,4 +1,4 @@
-"""TensorBoard: curves, a layout of the charts to look at first, configuration and command, and hparams."""
+"""The sink for TensorBoard: curves, a layout of the main charts, configuration, command and hparams."""
 
 import datetime
 import io
@@ -40,9 +40,9 @@ _FIRST = frozenset({"optimizer.lr", "train.global_batch_size", "model.mixer", "m
 class TensorboardSink(Sink):
     """Event files in RUN/tensorboard.
 
-    A measurement is one record of the file, written when ``write`` returns or, where that fails, taken back: so a
-    measurement that is tried again is never there twice. TensorBoard's own writer does neither: it writes from a
-    thread, which dies of an error.
+    A measurement is one record of the file. It is written when ``write`` returns, or removed if the write fails, so
+    that a retry never stores it twice. TensorBoard's own writer does neither: it writes from a thread, which an error
+    ends.
     """
 
     def __init__(self, run: RunFacts) -> None:
@@ -93,11 +93,11 @@ class EventFile:
         self.add(Event(wall_time=wall_time_s or time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        """The file has all."""
+        """Close the file."""
         self._file.close()
 
     def add(self, event: Any) -> None:
-        """Write a record, or where that fails, nothing."""
+        """Write a record in full or not at all."""
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
         data, size = record.getbuffer(), self._file.tell()
@@ -144,7 +144,7 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
 
 
 def hparams(config: RunConfig) -> Any:
-    """What the tab HParams shows of a run; the metrics there are the last values of its curves."""
+    """Content of the tab HParams for a run; its metrics are the last values of the curves."""
     values = compared(config)
     columns = [
         HParamInfo(
@@ -170,7 +170,7 @@ def hparams(config: RunConfig) -> Any:
 
 
 def compared(config: RunConfig) -> dict[str, float | str]:
-    """The values that runs are compared by, by their keys."""
+    """The values to compare runs by, by key."""
     whole = config.model_dump(mode="json")
     return {
         key: value if isinstance(value, (int, float)) and not isinstance(value, bool) else _shown(value)
@@ -184,7 +184,7 @@ def compared(config: RunConfig) -> dict[str, float | str]:
 
 
 def final_metrics(config: RunConfig) -> list[str]:
-    """The curves whose last value stands beside the values in ``compared``."""
+    """The curves whose last values are shown beside the values of ``compared``."""
     validation = [f"validation/{name}" for name in config.data.validation]
     return ["train/loss", *validation, "train/tokens_per_s", "train/tokens"]
 

@@ -1,7 +1,7 @@
-"""Weights & Biases, the package of the extra `wandb`.
+"""The sink for Weights & Biases, the package of the extra `wandb`.
 
-What [metrics.wandb] does not give comes from wandb's own environment variables: WANDB_MODE, WANDB_PROJECT,
-WANDB_ENTITY, WANDB_NAME, WANDB_API_KEY and so on.
+Unset keys of [metrics.wandb] default to wandb's environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY,
+WANDB_NAME, WANDB_API_KEY and so on.
 """
 
 import json
@@ -21,10 +21,10 @@ _PROJECT = "lightscale"
 
 
 class WandbSink(Sink):
-    """One run of wandb for a run, over all its attempts.
+    """One wandb run for a run, over all its attempts.
 
-    wandb cannot take back what it has of a step. So a step that it has is not sent again: after a resume the values of
-    the steps that are done again are the same anyway; after a rollback wandb keeps those from before it.
+    wandb cannot replace the values of a step, so a step is sent once. After a resume, repeated steps have the same
+    values; after a rollback, wandb keeps the values from before it.
     """
 
     def __init__(self, run: RunFacts) -> None:

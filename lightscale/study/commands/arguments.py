@@ -1,4 +1,4 @@
-"""What the commands of ``lightscale study`` share."""
+"""Arguments shared by the commands of ``lightscale study``."""
 
 import argparse
 from pathlib import Path
@@ -16,14 +16,14 @@ def add_study(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> N
         nargs=nargs,
         type=path_argument,
         metavar=STUDY,
-        help="the study's file, or the name of a shipped one",
+        help="TOML file of the study, or the name of a shipped study",
     )
     parser.add_argument(
-        "--dir", type=path_argument, metavar="PATH", help="the study's directory (default: studies/NAME)"
+        "--dir", type=path_argument, metavar="PATH", help="directory of the study (default: studies/NAME)"
     )
 
 
 def the_study(args: argparse.Namespace) -> Study:
-    """The study that they name."""
+    """The study named by the arguments."""
     directory: Path | None = args.dir
     return Study(args.study, directory)

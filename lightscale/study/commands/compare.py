@@ -1,4 +1,4 @@
-"""``lightscale compare``: some runs on one page."""
+"""``lightscale compare``: compare runs on one page."""
 
 import argparse
 import datetime
@@ -16,18 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", type=run_argument, metavar=RUN, help="directories of runs, or NAME for runs/NAME"
     )
-    parser.add_argument("--out", required=True, type=path_argument, metavar="PATH", help="the HTML file to write")
+    parser.add_argument("--out", required=True, type=path_argument, metavar="PATH", help="HTML file to write")
     parser.add_argument(
         "--smoothing",
         type=float,
         default=1.1,
         metavar="F",
-        help="the loss at D is that of a line fitted from D/F to F·D (default: 1.1)",
+        help="smooth the loss at D with a line fitted from D/F to F·D (default: 1.1)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and print where it is."""
+    """Write the page and print its path."""
     if not 1 < args.smoothing <= 10:
         raise UserError(f"--smoothing {args.smoothing}: must be above 1, at most 10")
     paths = list(dict.fromkeys(args.runs))
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         require_run(path)
     if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no folder {args.out.parent}")
+        raise UserError(f"--out {args.out}: no folder {args.out.parent}; create it first")
     comparison = needing("lightscale.study.report.comparison")
     now = datetime.datetime.now(datetime.UTC)
     write_atomically(args.out, comparison.make_comparison(paths, smoothing=args.smoothing, now=now))

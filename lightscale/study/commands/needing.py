@@ -1,4 +1,4 @@
-"""Modules that need what not every installation has, imported when they are needed: fits import scipy."""
+"""Late imports of modules that need optional packages, such as scipy for fits."""
 
 import importlib
 from types import ModuleType
@@ -7,7 +7,7 @@ from lightscale.errors import UserError
 
 
 def needing(module: str) -> ModuleType:
-    """The module called `module`; `UserError` where a package that it needs is not installed."""
+    """Import `module`. Raises `UserError` if a package that it needs is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

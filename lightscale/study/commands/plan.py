@@ -1,4 +1,4 @@
-"""``lightscale study plan``: what the cells of a study have and would take."""
+"""``lightscale study plan``: size and cost of a study's cells."""
 
 import argparse
 import dataclasses
@@ -20,20 +20,20 @@ from lightscale.study.counts import CellCounts
 from lightscale.study.study import Study
 
 _CHANGE_NO_HOURS = {"optimizer": {"lr"}, "train": {"seed"}}
-"""What cells differ in without that their predictions do; a search of layouts takes a second."""
+"""Keys without effect on predictions, which are then reused; a search of layouts takes a second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
     add_study(parser)
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="predict the hours of each cell on N nodes of 8 H100, in its best layout"
+        "--nodes", type=int, metavar="N", help="predict the hours of each cell on N nodes of 8 H100 in its best layout"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each cell, and the sums."""
+    """Print a line per cell, and the sums."""
     if args.nodes is not None and not 1 <= args.nodes <= MOST_NODES:
         raise UserError(f"--nodes {args.nodes}: must be 1 to {MOST_NODES}")
     study = the_study(args)
@@ -109,16 +109,16 @@ def _show(study: Study, cells: list[Cell], hours: dict[str, float | None], nodes
     )
     if nodes:
         known = [value for value in hours.values() if value is not None]
-        rest = f"; {len(hours) - len(known)} fit in no layout" if len(known) < len(hours) else ""
+        rest = f"; {len(hours) - len(known)} do not fit in any layout" if len(known) < len(hours) else ""
         console.print(
             f"{sum(known):,.0f} h on {nodes} node{'s' * (nodes > 1)} of 8 H100, one cell after the other, predicted by "
             f"a cost model{rest}"
         )
     if pending:
-        console.print(f"{pending:,} cells wait for the sweep, which chooses {study.definition.sweep.key}")  # type: ignore[union-attr]
+        console.print(f"{pending:,} cells wait for the sweep of {study.definition.sweep.key}")  # type: ignore[union-attr]
     console.print(
-        "N: parameters without the embedding. FLOPs: all matrix products of training, logits too; by the paper: PFLOP-"
-        "days as arXiv 2406.16690 counts, without logits. Kept: checkpoints that are there at the end."
+        "N: parameters without the embedding. FLOPs: all matrix products of training, including logits. By the paper: "
+        "PFLOP-days as counted in arXiv 2406.16690, without logits. Kept: checkpoints at the end."
     )
 
 

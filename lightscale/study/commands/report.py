@@ -1,4 +1,4 @@
-"""``lightscale study report``: one HTML file of a study, and its picture of all laws."""
+"""``lightscale study report``: write one HTML file of a study, and its picture of all laws."""
 
 import argparse
 import datetime
@@ -14,14 +14,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
     add_study(parser)
     parser.add_argument(
-        "--out", type=path_argument, metavar="PATH", help="the file (default: report.html in the study)"
+        "--out", type=path_argument, metavar="PATH", help="HTML file to write (default: STUDY/report.html)"
     )
-    parser.add_argument("--draws", type=int, metavar="N", help="of the bootstrap (default: fit.draws of the study)")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
+    parser.add_argument(
+        "--draws", type=int, metavar="N", help="draws of the bootstrap (default: fit.draws of the study)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and print where it is."""
+    """Write the page and print its path."""
     if args.draws is not None and args.draws < 2:
         raise UserError(f"--draws {args.draws}: must be at least 2")
     if args.seed < 0:
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     )
     out = args.out or study.path / "report.html"
     if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}")
+        raise UserError(f"--out {out}: no folder {out.parent}; create it first")
     write_atomically(out, report.page)
     print(out)
     if report.laws_picture is not None:

@@ -1,4 +1,4 @@
-"""``lightscale study run``: train the cells of a study, or go on with it."""
+"""``lightscale study run``: train the cells of a study, or continue it."""
 
 import argparse
 import fnmatch
@@ -29,29 +29,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         metavar="N",
-        help="cells at a time (default: 1; with a scheduler all, which it starts when there is room)",
+        help="number of concurrent cells (default: 1; with --scheduler: all, queued by the scheduler)",
     )
-    parser.add_argument("--only", metavar="PATTERN", help='only cells of such names, like "tnl-*"')
-    parser.add_argument("--stop-after", metavar="TIME", help="have the runs save and exit after this time, like 2h30m")
-    parser.add_argument("--extend", action="store_true", help="add cells to a study that has begun without them")
-    parser.add_argument("--processes", type=int, metavar="N", help="ranks of each run on this machine, or on each node")
+    parser.add_argument("--only", metavar="PATTERN", help='run only cells with matching names, such as "tnl-*"')
+    parser.add_argument("--stop-after", metavar="TIME", help="save and exit after this time, such as 2h30m")
+    parser.add_argument("--extend", action="store_true", help="add new cells to a study that has started")
+    parser.add_argument("--processes", type=int, metavar="N", help="ranks of each run (with --scheduler: per node)")
     parser.add_argument(
-        "--scheduler", metavar="NAME", help=f"run cells as its jobs: {', '.join(SCHEDULERS)} (default: here, directly)"
+        "--scheduler",
+        metavar="NAME",
+        help=f"run cells as scheduler jobs: {', '.join(SCHEDULERS)} (default: as local processes)",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="with --scheduler: nodes of each job")
     parser.add_argument("--time", metavar="TIME", help="with --scheduler: time limit of each job")
     parser.add_argument("--partition", metavar="NAME", help="with --scheduler: partition of the cluster")
-    parser.add_argument("--account", metavar="NAME", help="with --scheduler: account that is charged")
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --scheduler: GPUs of each node")
+    parser.add_argument("--account", metavar="NAME", help="with --scheduler: account to charge")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --scheduler: GPUs per node")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.epilog = (
-        "Exit codes: 0 all cells are finished, 75 stopped: the same command goes on, 1 some cells failed. Each cell is "
-        "a run in STUDY/runs; on GPUs use --scheduler local, which gives each its own."
+        "Exit codes: 0 all cells are finished; 75 stopped, the same command continues; 1 some cells failed. Each cell "
+        "is a run in STUDY/runs. On GPUs use --scheduler local, which assigns GPUs to each run."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, then train."""
+    """Check everything, then train the cells."""
     left_s = None if args.stop_after is None else parse_duration("--stop-after", args.stop_after)
     jobs = args.jobs if args.jobs is not None else 1 if args.scheduler is None else _MOST_JOBS
     if not 1 <= jobs <= _MOST_JOBS:
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     study.check(extend=args.extend)
     cells = [cell for cell in study.cells() if args.only is None or fnmatch.fnmatch(cell.name, args.only)]
     if not cells:
-        raise UserError(f'--only "{args.only}": no cell is called so; `lightscale study plan` lists them')
+        raise UserError(f'--only "{args.only}": no cell has such a name; `lightscale study plan` lists the cells')
     _check(study, cells, settings)
     launcher: CellLauncher
     if args.scheduler is None:
@@ -88,7 +90,7 @@ def _settings(args: argparse.Namespace, study: Study) -> LaunchSettings:
     if args.scheduler is None:
         only = [name for name in _SETTINGS if given[name] is not None and name != "processes"]
         if only:
-            raise UserError(f"--{only[0].replace('_', '-')}: goes with --scheduler")
+            raise UserError(f"--{only[0].replace('_', '-')}: needs --scheduler")
         return LaunchSettings(processes=args.processes) if args.processes else LaunchSettings()
     settings = load_settings(study.definition.path, [], given)
     get_scheduler(args.scheduler).check_settings(settings)

@@ -1,4 +1,4 @@
-"""``lightscale study status``: how far each cell of a study is."""
+"""``lightscale study status``: show the progress of a study's cells."""
 
 import argparse
 import json
@@ -29,13 +29,13 @@ class CellStatus:
 
     name: str
     state: str
-    """finished, running, stopped (goes on when started again), failed, waits for the sweep, or new."""
+    """finished, running, stopped (a new start continues it), failed, waits for the sweep, or new."""
     step: int
     steps: int
     loss: float | None
     tokens_per_s: float | None
     left_s: float | None
-    """Of a cell that runs, at its present speed."""
+    """Remaining time of a running cell, at its present speed."""
     note: str
 
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare them."""
     add_study(parser)
     parser.add_argument(
-        "--watch", type=float, nargs="?", const=2.0, metavar="S", help="show it again every S seconds (default: 2)"
+        "--watch", type=float, nargs="?", const=2.0, metavar="S", help="refresh every S seconds (default: 2)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

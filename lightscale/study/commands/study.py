@@ -1,15 +1,15 @@
-"""``lightscale study``: many runs as one, and laws from them."""
+"""``lightscale study``: sets of runs, and scaling laws fitted to them."""
 
 import argparse
 
 from lightscale.study.commands import fit, plan, report, run_cells, status
 
 _COMMANDS = {
-    "plan": (plan, "cells, parameters, FLOPs, tokens, kept bytes and hours of a study"),
-    "run": (run_cells, "train the cells of a study, or go on with it"),
-    "status": (status, "how far each cell of a study is"),
+    "plan": (plan, "show cells, parameters, FLOPs, tokens, kept bytes and hours of a study"),
+    "run": (run_cells, "train the cells of a study, or continue it"),
+    "status": (status, "show the progress of a study's cells"),
     "fit": (fit, "fit scaling laws to a study, or to points in a file"),
-    "report": (report, "write a study's report: one HTML file"),
+    "report": (report, "write a study's report as one HTML file"),
 }
 
 
@@ -22,6 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen command; ``UserError`` for a mistake."""
+    """Run the chosen command. Raises ``UserError`` for a mistake."""
     module, _ = _COMMANDS[args.study_command]
     return int(module.run(args))

@@ -1,4 +1,4 @@
-"""Intervals of what is fitted: it is fitted again to samples of the runs, drawn with replacement."""
+"""Bootstrap intervals of fitted values: fits to samples of the runs, drawn with replacement."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 LEVEL = 0.95
 DRAWS = 1000
 LEAST_SHARE = 0.5
-"""Of the draws must have given a fit, or there are no intervals."""
+"""Least share of draws with a fit; below it there are no intervals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,21 +18,21 @@ class FittedNumber:
 
     value: float
     low: float
-    """NaN, like `high`, where too few draws gave a fit."""
+    """NaN, like `high`, if too few draws gave a fit."""
     high: float
 
     def covers(self, value: float) -> bool:
-        """Whether `value` is in the interval."""
+        """Whether the interval contains `value`."""
         return self.low <= value <= self.high
 
     def to_json(self) -> dict[str, float | None]:
-        """For reports: without an interval its ends are null."""
+        """Entry for reports; the ends of a missing interval are null."""
         low, high = (None if np.isnan(end) else end for end in (self.low, self.high))
         return {"value": self.value, "low": low, "high": high}
 
 
 def clusters(labels: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """(n',) indices of a draw: as many labels as there are, with replacement, each with all of its points."""
+    """Indices (n',) of a draw: as many labels as there are, with replacement, each with all its points."""
     different = np.unique(labels)
     members = [np.flatnonzero(labels == label) for label in different]
     return np.concatenate([members[choice] for choice in rng.integers(len(different), size=len(different))])
@@ -45,7 +45,7 @@ def intervals(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> dict[str, FittedNumber]:
-    """`values` with the percentiles of what `draw` gives; None of it says that a draw could not be fitted."""
+    """`values` with the percentiles of the results of `draw`, which returns None for a draw without a fit."""
     fitted = list(_fits(draw, draws, seed))
     edge = 100 * (1 - LEVEL) / 2
     estimates = {}

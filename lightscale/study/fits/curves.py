@@ -1,6 +1,6 @@
-"""What laws are fitted to: the loss of runs by parameters N, tokens D and compute C.
+"""Data for fits of laws: the loss of runs by parameters N, tokens D and compute C.
 
-N is without embeddings, C in PFLOP-days (8.64e19 FLOPs), losses are in nats per token.
+N excludes embeddings, C is in PFLOP-days (8.64e19 FLOPs), losses are in nats per token.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from lightscale.errors import UserError
 
 PFLOP_DAY = 8.64e19
-"""FLOPs: 1e15 FLOPs a second for 86,400 seconds."""
+"""FLOPs of one PFLOP-day: 1e15 FLOP/s for 86,400 seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The loss of one run as it trained; a run of which only the end is known has one point."""
+    """The loss of one run during training; a run with a known end alone has one point."""
 
     name: str
     parameters: float
@@ -34,14 +34,14 @@ class Curve:
         assert len(self.loss), "a curve has a point"
 
     def loss_at(self, compute: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Its loss when it had used `compute`, interpolated in logarithms; NaN outside what it has seen."""
+        """Loss at `compute`, interpolated in logarithms; NaN outside its range."""
         logs = np.interp(
             np.log(compute), np.log(self.compute), np.log(self.loss), left=float("nan"), right=float("nan")
         )
         return np.exp(logs)
 
     def tokens_at(self, compute: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The tokens of `compute`; NaN outside what it has seen."""
+        """Tokens at `compute`; NaN outside its range."""
         logs = np.interp(
             np.log(compute), np.log(self.compute), np.log(self.tokens), left=float("nan"), right=float("nan")
         )
@@ -50,7 +50,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Points of runs, one below another."""
+    """Points of runs as columns."""
 
     parameters: NDArray[np.float64]
     """N: (n,)."""
@@ -59,7 +59,7 @@ class Points:
     loss: NDArray[np.float64]
     """(n,)."""
     runs: NDArray[np.int64]
-    """(n,): the number of the run of each; what is drawn again together in a bootstrap."""
+    """(n,): index of each point's run; a bootstrap draws the points of a run together."""
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -75,10 +75,10 @@ class Points:
 
 
 def thinned(curves: Sequence[Curve], *, per_curve: int, skip: float = 0.0) -> Points:
-    """At most `per_curve` points of each curve, evenly spaced in log D, without its first share `skip` of tokens.
+    """At most `per_curve` points of each curve, evenly spaced in log D, without the first share `skip` of tokens.
 
-    With a constant learning rate every point of a curve is the end of a shorter run. Neighbours say nearly the same, so
-    few of them are enough; the first ones are of the warm-up.
+    With a constant learning rate, every point of a curve is the end of a shorter run. Neighbours are nearly equal, so
+    that few points are enough; the first ones belong to the warm-up.
     """
     parameters, tokens, losses, runs = [], [], [], []
     for number, curve in enumerate(curves):
@@ -103,7 +103,7 @@ def sizes_of(curves: Sequence[Curve]) -> list[float]:
 
 
 def require_sizes(curves: Sequence[Curve], least: int, what: str) -> None:
-    """`UserError` where the curves are of fewer than `least` sizes of models."""
+    """Raise `UserError` if the curves have fewer than `least` sizes of models."""
     if len(sizes := sizes_of(curves)) < least:
         found = ", ".join(f"{size:,.0f}" for size in sizes) or "none"
-        raise UserError(f"{what} needs runs of {least} sizes at least; there are {len(sizes)} (N = {found}): add sizes")
+        raise UserError(f"{what} needs runs of at least {least} sizes; there are {len(sizes)} (N = {found}): add sizes")

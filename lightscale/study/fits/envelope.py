@@ -1,7 +1,7 @@
-"""The envelope: at each compute C the least loss that any run has there, and by which N and D; Figure 1 of the study.
+"""The envelope: the least loss of any run at each compute C, with its N and D; Figure 1 of arXiv 2406.16690.
 
-The envelope of a few sizes is a staircase: at one C one run owns it. Where the next smaller or the next larger model
-was not tried at that C, the owner is best for want of another: at both ends of the range, and where small models ended.
+The envelope of a few sizes is a staircase: one run owns it at each C. If the next smaller or larger model has no data
+at that C, the owner is best only for lack of a rival: at both ends of the range, and where small models ended.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,10 +26,10 @@ def envelope(
     bracketed: bool = True,
     without: Collection[float] = (),
 ) -> Frontier:
-    """The envelope of `curves` of three sizes at least, at budgets that are evenly spaced in log C.
+    """The envelope of `curves` of at least three sizes, at budgets evenly spaced in log C.
 
-    `bracketed`: only where runs of the next smaller and of the next larger size have been at that compute, and were
-    worse. `without`: not where a model of such a size is the best. `UserError` says which runs are missing.
+    `bracketed`: only where runs of the next smaller and the next larger size reached that compute and were worse.
+    `without`: except where a model of one of these sizes is best. Raises `UserError` with the missing runs.
     """
     require_sizes(curves, _LEAST_SIZES, "an envelope")
     low, high = min(curve.compute[0] for curve in curves), max(curve.compute[-1] for curve in curves)
@@ -64,13 +64,13 @@ def estimate_envelope(
     draws: int = bootstrap.DRAWS,
     seed: int = 0,
 ) -> FrontierEstimate:
-    """The laws of the envelope within `window` (PFLOP-days), by default all of it, with intervals."""
+    """Fit the laws of the envelope within `window` (PFLOP-days; default: all), with intervals."""
     whole = envelope(curves, bracketed=bracketed, without=without)
     low, high = window or (float(whole.compute[0]), float(whole.compute[-1]))
     fitted = whole.within(low, high)
     if not fitted.has_laws():
         raise UserError(
-            f"no two points of the envelope between {low:.3g} and {high:.3g} PFLOP-days; it reaches from "
+            f"fewer than two points of the envelope between {low:.3g} and {high:.3g} PFLOP-days; it reaches from "
             f"{whole.compute[0]:.3g} to {whole.compute[-1]:.3g}"
         )
 
@@ -103,11 +103,11 @@ def _not_crossing(curves: Sequence[Curve], owners: NDArray[np.float64], *, brack
         same = [curve for curve in curves if curve.parameters == size]
         low, high = min(curve.compute[0] for curve in same), max(curve.compute[-1] for curve in same)
         lines.append(f"N = {size:,.0f}: {low:.3g} to {high:.3g} PFLOP-days")
-    between = " between a smaller and a larger one that were tried at the same compute" if bracketed else ""
+    between = " between a smaller and a larger one with data at the same compute" if bracketed else ""
     return "\n".join(
         [
             f"the curves do not cross enough: an envelope needs two sizes that are best somewhere{between}; "
-            f"there is N = {owned}. Train the smaller models for longer, or add sizes; what was seen:",
+            f"found N = {owned}. Train the smaller models for longer, or add sizes. Data so far:",
             *lines,
         ]
     )

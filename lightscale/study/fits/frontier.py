@@ -1,4 +1,4 @@
-"""The best at each compute, however it was found, and the three laws through it: L(C), N_opt(C), D_opt(C)."""
+"""The compute-optimal frontier, from any method, and its three laws: L(C), N_opt(C), D_opt(C)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LEAST_POINTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """(n,) the least loss at each compute, and the N and D that have it; compute ascends."""
+    """Arrays (n,): the least loss at each compute, and its N and D; compute ascends."""
 
     compute: NDArray[np.float64]
     loss: NDArray[np.float64]
@@ -25,11 +25,11 @@ class Frontier:
     tokens: NDArray[np.float64]
 
     def within(self, low: float, high: float) -> "Frontier":
-        """Its part from `low` to `high` PFLOP-days."""
+        """The part from `low` to `high` PFLOP-days."""
         return self.where((self.compute >= low) & (self.compute <= high))
 
     def where(self, kept: NDArray[np.bool_]) -> "Frontier":
-        """Its points that are `kept`."""
+        """The points selected by `kept`."""
         return Frontier(
             compute=self.compute[kept],
             loss=self.loss[kept],
@@ -42,18 +42,18 @@ class Frontier:
         return len(self.compute) >= _LEAST_POINTS and self.compute[0] < self.compute[-1]
 
     def laws(self) -> dict[str, PowerLaw]:
-        """By the names in `LAWS`."""
+        """Power laws by the names in `LAWS`."""
         return {name: fit_power_law(self.compute, getattr(self, name)) for name in LAWS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierEstimate:
-    """The laws of a frontier with intervals."""
+    """The laws of a frontier, with intervals."""
 
     frontier: Frontier
     laws: dict[str, PowerLawEstimate]
     window: tuple[float, float]
-    """PFLOP-days of its first and last point."""
+    """PFLOP-days of the first and last point."""
     utilisation_exponent: float
     """c of C/(N·D) ∝ C^c along it; 0 where C is 6·N·D."""
     num_runs: int
@@ -62,13 +62,13 @@ class FrontierEstimate:
     def identity_residual(self) -> float:
         """a + b + c - 1 of N_opt ∝ C^a and D_opt ∝ C^b.
 
-        C is the product of N, D and C/(N·D), all fitted at the same compute: other than 0 shows a mistake.
+        C is the product of N, D and C/(N·D), all fitted at the same compute, so that any value but 0 shows a mistake.
         """
         a, b = self.laws["parameters"].exponent.value, self.laws["tokens"].exponent.value
         return a + b + self.utilisation_exponent - 1
 
     def to_json(self) -> dict[str, object]:
-        """For reports: the laws, and what they were fitted to."""
+        """Entry for reports: the laws and their data."""
         return {
             **{name: law.to_json() for name, law in self.laws.items()},
             "window_pflop_days": list(self.window),
@@ -87,10 +87,10 @@ def estimate_laws(
     draws: int,
     seed: int,
 ) -> FrontierEstimate:
-    """The laws of the `frontier` of `curves`, with the intervals of those that `again` finds in draws of the runs.
+    """Fit the laws of the `frontier` of `curves`; intervals come from `again` on bootstrap draws of the runs.
 
-    As many runs of each size are drawn as there are, with replacement, so the intervals say how much the seeds
-    matter. With one run of each size that is not known, and they are NaN. A draw counts where `again` raises no
+    A draw takes as many runs of each size as there are, with replacement, so that the intervals show the effect of
+    the seeds. With one run per size that effect is unknown, and they are NaN. A draw counts if `again` raises no
     UserError.
     """
 

@@ -1,7 +1,7 @@
-"""IsoFLOP parabolas: at one compute the loss over log N is nearly a parabola; its lowest point is N_opt.
+"""IsoFLOP parabolas: at fixed compute the loss over log N is nearly a parabola, with its minimum at N_opt.
 
-Approach 2 of Hoffmann et al. A parabola is fitted to the sizes that have reached a budget, interpolated along their
-curves; it counts where its lowest point lies between the sizes.
+Approach 2 of Hoffmann et al. A parabola is fitted to the sizes that reached a budget, interpolated along their curves.
+It counts if its minimum lies between the sizes.
 """
 
 from collections.abc import Sequence
@@ -22,36 +22,36 @@ _LEAST_BUDGETS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Parabola:
-    """The losses at one budget and the parabola through them."""
+    """The losses at one budget and their parabola."""
 
     compute: float
     """PFLOP-days."""
     sizes: NDArray[np.float64]
-    """N of the models that have reached it: (k,)."""
+    """(k,): N of the models that reached the budget."""
     losses: NDArray[np.float64]
-    """(k,): the mean of the runs of each size."""
+    """(k,): mean loss of the runs of each size."""
     coefficients: tuple[float, float, float]
-    """Of log N squared, log N, 1, with log N less `centre`."""
+    """Coefficients of x², x and 1, with x = log N - `centre`."""
     centre: float
     parameters: float
-    """N at the lowest point."""
+    """N at the minimum."""
     tokens: float
-    """D there: what the budget pays for, interpolated between the sizes."""
+    """D at the minimum, from the budget, interpolated between the sizes."""
     loss: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class IsoflopEstimate:
-    """The parabolas and the laws through their lowest points."""
+    """The parabolas and the laws through their minima."""
 
     parabolas: list[Parabola]
     skipped: dict[float, str]
-    """Budgets without a lowest point, each with the reason."""
+    """Budgets without a minimum, each with the reason."""
     laws: FrontierEstimate
 
 
 def budgets_of(curves: Sequence[Curve], num_budgets: int = NUM_BUDGETS) -> NDArray[np.float64]:
-    """Evenly spaced in log C over what at least four sizes have reached."""
+    """Budgets evenly spaced in log C over the range that at least four sizes reached."""
     require_sizes(curves, _LEAST_SIZES, "a parabola at equal compute")
     sizes = sizes_of(curves)
     begins = sorted(min(curve.compute[0] for curve in curves if curve.parameters == size) for size in sizes)
@@ -59,14 +59,14 @@ def budgets_of(curves: Sequence[Curve], num_budgets: int = NUM_BUDGETS) -> NDArr
     low, high = begins[_LEAST_SIZES - 1], ends[-_LEAST_SIZES]
     if low >= high:
         raise UserError(
-            f"no compute was reached by {_LEAST_SIZES} sizes: the fourth begins at {low:.3g} PFLOP-days, when one of "
-            f"them has ended at {high:.3g}; train the smaller models for longer"
+            f"no compute has data of {_LEAST_SIZES} sizes: the fourth begins at {low:.3g} PFLOP-days, after the end of "
+            f"another at {high:.3g}; train the smaller models for longer"
         )
     return np.clip(np.geomspace(low, high, num=num_budgets), low, high)
 
 
 def parabola_at(curves: Sequence[Curve], compute: float) -> Parabola | str:
-    """The parabola at `compute`, or why there is none."""
+    """The parabola at `compute`, or the reason for its absence."""
     sizes, losses, tokens = [], [], []
     for size in sizes_of(curves):
         same = [curve for curve in curves if curve.parameters == size]
@@ -77,15 +77,15 @@ def parabola_at(curves: Sequence[Curve], compute: float) -> Parabola | str:
             losses.append(float(np.mean([curve.loss_at(at)[0] for curve in reached])))
             tokens.append(float(np.mean([curve.tokens_at(at)[0] for curve in reached])))
     if len(sizes) < _LEAST_SIZES:
-        return f"{len(sizes)} sizes have reached it, and a parabola needs {_LEAST_SIZES}"
+        return f"{len(sizes)} sizes reached it; a parabola needs {_LEAST_SIZES}"
     logs = np.log(sizes)
     centre = float(logs.mean())
     second, first, zeroth = np.polyfit(logs - centre, losses, 2).tolist()
     if second <= 0:
-        return "the losses do not bend upwards over log N"
+        return "the losses over log N are not convex"
     lowest = -first / (2 * second) + centre
     if not logs[0] < lowest < logs[-1]:
-        return f"its lowest point is at N = {np.exp(lowest):,.0f}, outside of {sizes[0]:,.0f} to {sizes[-1]:,.0f}"
+        return f"its minimum is at N = {np.exp(lowest):,.0f}, outside {sizes[0]:,.0f} to {sizes[-1]:,.0f}"
     return Parabola(
         compute=compute,
         sizes=np.array(sizes),
@@ -99,9 +99,9 @@ def parabola_at(curves: Sequence[Curve], compute: float) -> Parabola | str:
 
 
 def estimate_isoflop(curves: Sequence[Curve], *, draws: int = bootstrap.DRAWS, seed: int = 0) -> IsoflopEstimate:
-    """Parabolas at twelve budgets and the laws through their lowest points, with intervals.
+    """Fit parabolas at twelve budgets and the laws through their minima, with intervals.
 
-    `UserError` where fewer than three budgets have a lowest point, with the reason of each.
+    Raises `UserError` if fewer than three budgets have a minimum, with the reason for each.
     """
     budgets = budgets_of(curves)
     found = {float(compute): parabola_at(curves, float(compute)) for compute in budgets}
@@ -110,7 +110,7 @@ def estimate_isoflop(curves: Sequence[Curve], *, draws: int = bootstrap.DRAWS, s
     if len(parabolas) < _LEAST_BUDGETS:
         reasons = "\n".join(f"{compute:.3g} PFLOP-days: {reason}" for compute, reason in skipped.items())
         raise UserError(
-            f"{len(parabolas)} of {len(budgets)} budgets have a best size between those that were trained; "
+            f"{len(parabolas)} of {len(budgets)} budgets have their best size between the trained sizes; "
             f"laws need {_LEAST_BUDGETS}. Add sizes, or train for longer:\n{reasons}"
         )
     computes = [one.compute for one in parabolas]

@@ -1,7 +1,7 @@
 """L(N, D) = E + A / N^α + B / D^β: Hoffmann et al., "Training Compute-Optimal Large Language Models", approach 3.
 
-It minimises the Huber loss of log L, as there. The search begins at a grid of exponents, for each of which E, A and B
-are the solution of a linear problem, and goes on from the best by least squares; so no start is far from a minimum.
+It minimises the Huber loss of log L, as in the paper. The search starts on a grid of exponents; for each, E, A and B
+solve a linear problem. Least squares continue from the best, so that no start is far from a minimum.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _LOW, _HIGH = (-20.0, -20.0, -20.0, 1e-3, 1e-3), (5.0, 10.0, 10.0, 5.0, 5.0)
 
 @dataclass(frozen=True, kw_only=True)
 class LossSurface:
-    """The five constants."""
+    """The five constants of the surface."""
 
     E: float
     A: float
@@ -46,14 +46,14 @@ class LossSurface:
         return {name: getattr(self, name) for name in CONSTANTS}
 
     def optimal_exponents(self) -> tuple[float, float]:
-        """(a, b) of N_opt ∝ C^a and D_opt ∝ C^b where C ∝ N·D: β/(α + β) and α/(α + β)."""
+        """(a, b) of N_opt ∝ C^a and D_opt ∝ C^b for C ∝ N·D: β/(α + β) and α/(α + β)."""
         total = self.alpha + self.beta
         return self.beta / total, self.alpha / total
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurfaceEstimate:
-    """The surface with intervals, and how well it fits."""
+    """The surface with intervals and residual."""
 
     surface: LossSurface
     constants: dict[str, FittedNumber]
@@ -64,7 +64,7 @@ class SurfaceEstimate:
     num_runs: int
 
     def to_json(self) -> dict[str, Any]:
-        """For reports: each constant with its interval, and how well they fit."""
+        """Entry for reports: each constant with its interval, and the residual."""
         return {
             **{name: constant.to_json() for name, constant in self.constants.items()},
             "residual": self.residual,
@@ -74,14 +74,14 @@ class SurfaceEstimate:
 
 
 def fit_surface(points: Points) -> LossSurface:
-    """The surface of at least eight points with three different N and D each; `UserError` says which are missing."""
+    """Fit at least eight points with three different N and D each; raises `UserError` with the missing ones."""
     _require(points)
     best = min((_descend(points, start) for start in _starts(points)), key=lambda found: found[0])
     return best[1]
 
 
 def estimate_surface(points: Points, *, draws: int = bootstrap.DRAWS, seed: int = 0) -> SurfaceEstimate:
-    """`fit_surface` with intervals: whole runs are drawn again, since the points of one run err together."""
+    """`fit_surface` with intervals: the bootstrap draws whole runs, since errors within a run are correlated."""
     surface = fit_surface(points)
     a, b = surface.optimal_exponents()
 
@@ -115,7 +115,7 @@ def _missing(points: Points) -> str | None:
 
 def _require(points: Points) -> None:
     if missing := _missing(points):
-        raise UserError(f"E + A/N^α + B/D^β has five constants: it needs {missing}")
+        raise UserError(f"E + A/N^α + B/D^β has five constants and needs {missing}")
 
 
 def _centres(points: Points) -> tuple[float, float]:

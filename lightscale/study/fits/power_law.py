@@ -10,7 +10,7 @@ from lightscale.study.fits.bootstrap import FittedNumber
 
 @dataclass(frozen=True, kw_only=True)
 class PowerLaw:
-    """What was found; `residual` is the RMS of log y minus its fit: 0.01 is 1 %."""
+    """A fitted power law; `residual` is the RMS of log y minus its fit: 0.01 is 1 %."""
 
     coefficient: float
     exponent: float
@@ -39,7 +39,7 @@ class PowerLawEstimate:
 
 
 def fit_power_law(x: NDArray[np.float64], y: NDArray[np.float64]) -> PowerLaw:
-    """The law of (n,) `y` by (n,) `x`, both above 0; at least two different x."""
+    """Fit the law of (n,) `y` by (n,) `x`, both above 0; needs at least two different x."""
     log_x, log_y = np.log(x), np.log(y)
     # About the middle: a sum of squares about 0 would lose digits where C is 1e-9 PFLOP-days.
     centre = log_x.mean()

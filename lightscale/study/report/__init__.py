@@ -1,1 +1,1 @@
-"""Reports: one HTML file each, with its pictures inside; nothing is loaded from elsewhere."""
+"""Reports: one self-contained HTML file each, with its pictures inside."""

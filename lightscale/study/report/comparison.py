@@ -1,4 +1,4 @@
-"""Some runs on one page: losses over tokens, FLOPs and time, what differs in their configurations, evaluations."""
+"""Several runs on one page: losses over tokens, FLOPs and time, configuration differences, evaluations."""
 
 import datetime
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from lightscale.study.report.html import Html
 from lightscale.study.report.pictures import Line, lines_picture
 from lightscale.study.scores import Scores, newest_scores
 
-_AXES = (("tokens", "tokens"), ("flops", "training FLOPs, logits too"), ("seconds", "seconds in steps that count"))
+_AXES = (("tokens", "tokens"), ("flops", "training FLOPs, including logits"), ("seconds", "seconds in kept steps"))
 _LOSS = "loss, nats per token"
 
 
 def make_comparison(paths: Sequence[Path], *, smoothing: float, now: datetime.datetime) -> str:
-    """The page, as HTML. `UserError` where no run has a step yet."""
+    """Make the page as HTML. Raises `UserError` if no run has a step yet."""
     names = _names(paths)
     runs = {name: RunDirectory(path) for name, path in zip(names, paths, strict=True)}
     configs = {name: load(run.config) for name, run in runs.items()}
@@ -31,12 +31,12 @@ def make_comparison(paths: Sequence[Path], *, smoothing: float, now: datetime.da
         if (curve := run_curve(run, counts[name], smoothing=smoothing)) is not None
     }
     if not curves:
-        raise UserError(f"{', '.join(map(str, paths))}: no step was recorded yet, so there is nothing to compare")
+        raise UserError(f"{', '.join(map(str, paths))}: no run has a recorded step yet, so there is nothing to compare")
     html = Html(f"{len(runs)} runs")
     html.paragraph(
-        f"Made by `lightscale compare` on {now:%Y-%m-%d}. Losses are measured, FLOPs and parameters counted. The loss "
-        f"at D tokens is that of a line through log loss over log D, fitted to the steps from D/{smoothing:g} to "
-        f"{smoothing:g}·D. What was trained again after a failure counts once.",
+        f"Created by `lightscale compare` on {now:%Y-%m-%d}. Losses: measured. FLOPs, parameters: counted. The loss "
+        f"at D tokens is read from a line through log loss over log D, fitted to the steps from D/{smoothing:g} to "
+        f"{smoothing:g}·D. Steps repeated after a failure count once.",
         note=True,
     )
     _add_runs(html, counts, curves)
@@ -73,7 +73,7 @@ def _add_runs(html: Html, counts: dict[str, CellCounts], curves: dict[str, RunCu
 
 
 def _add_differences(html: Html, configs: dict[str, RunConfig]) -> None:
-    html.heading("Differences of configuration")
+    html.heading("Configuration differences")
     values = {name: flat(config) for name, config in configs.items()}
     keys = dict.fromkeys(key for one in values.values() for key in one)
     rows = []
@@ -97,4 +97,4 @@ def _add_scores(html: Html, scores: dict[str, Scores]) -> None:
         values = [one.get(task, {}).get(name) for one in scores.values()]
         rows.append([f"{task}: {name}", *("—" if value is None else f"{value:.4g}" for value in values)])
     html.table(("score", *scores), rows)
-    html.paragraph("Of each task the result of the latest step.", note=True)
+    html.paragraph("Latest result of each task.", note=True)

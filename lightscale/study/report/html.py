@@ -1,4 +1,4 @@
-"""HTML from text, tables and pictures. Every text is escaped; pictures are SVG, which matplotlib wrote."""
+"""HTML from text, tables and pictures. Every text is escaped; pictures are SVG from matplotlib."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ pre { background: #f6f6f6; padding: 0.7em; overflow-x: auto; font-size: 12px; wh
 
 @dataclass
 class Html:
-    """A file that grows from top to bottom."""
+    """An HTML file, built from top to bottom."""
 
     title: str
     parts: list[str] = field(default_factory=list)
@@ -29,16 +29,16 @@ class Html:
         self.parts.append(f"<h{level}>{escape(text)}</h{level}>")
 
     def paragraph(self, text: str, *, note: bool = False) -> None:
-        """Text; `note`: in small."""
+        """Add text; `note`: in small print."""
         attribute = ' class="note"' if note else ""
         self.parts.append(f"<p{attribute}>{escape(text)}</p>")
 
     def lines(self, text: str) -> None:
-        """Text whose lines are kept."""
+        """Add text with its line breaks."""
         self.parts.append(f"<pre>{escape(text)}</pre>")
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, published: Sequence[int] = ()) -> None:
-        """A table. `published`: numbers of rows, from 0, that others have published; they are set apart."""
+        """Add a table. `published`: indices of rows with published numbers, which are set apart."""
         head = "".join(f"<th>{escape(text)}</th>" for text in headings)
         body = []
         for number, row in enumerate(rows):
@@ -47,11 +47,11 @@ class Html:
         self.parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>")
 
     def picture(self, svg: str, caption: str) -> None:
-        """A picture, as SVG, with what it shows."""
+        """Add an SVG picture with a caption."""
         self.parts.append(f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>")
 
     def text(self) -> str:
-        """The whole file."""
+        """The complete file."""
         body = "\n".join(self.parts)
         return (
             f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(self.title)}</title>'

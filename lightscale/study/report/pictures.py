@@ -1,4 +1,4 @@
-"""Pictures of curves and laws, as SVG that stands in HTML."""
+"""Pictures of curves and laws, as SVG for HTML."""
 
 import io
 import re
@@ -27,7 +27,7 @@ _numbered = iter(range(10**9))
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What is drawn as one line."""
+    """Data of one drawn line."""
 
     label: str
     x: NDArray[np.float64]
@@ -39,14 +39,14 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Dots:
-    """What is drawn as dots in one row."""
+    """Data of one row of dots."""
 
     label: str
     x: NDArray[np.float64]
 
 
 def curves_picture(curves: Sequence[Curve], frontier: FrontierEstimate | None, title: str) -> str:
-    """Loss over C of all runs, by size; their envelope and its law."""
+    """Picture of loss over C of all runs, by size, with the envelope and its law."""
     figure, axes = _new("C, PFLOP-days", "loss, nats per token", title)
     sizes = sizes_of(curves)
     colours = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.9, len(sizes)))
@@ -64,7 +64,7 @@ def curves_picture(curves: Sequence[Curve], frontier: FrontierEstimate | None, t
 
 
 def laws_picture(frontiers: Mapping[str, FrontierEstimate]) -> str:
-    """All architectures: L(C), N_opt(C) and D_opt(C)."""
+    """Picture of L(C), N_opt(C) and D_opt(C) of all architectures."""
     figure = Figure(figsize=(_WIDE, _HIGH * 0.85), layout="constrained")
     names = (("loss", "L, nats per token"), ("parameters", "N_opt"), ("tokens", "D_opt"))
     for axes, (name, label) in zip(figure.subplots(1, 3), names, strict=True):
@@ -89,7 +89,7 @@ def laws_picture(frontiers: Mapping[str, FrontierEstimate]) -> str:
 
 
 def isoflop_picture(estimate: IsoflopEstimate, title: str) -> str:
-    """Loss over N at equal compute, with the parabolas."""
+    """Picture of loss over N at equal compute, with the parabolas."""
     figure, axes = _new("N, parameters without the embedding", "loss, nats per token", title)
     axes.set_yscale("linear")
     colours = matplotlib.colormaps["plasma"](np.linspace(0.05, 0.85, len(estimate.parabolas)))
@@ -103,7 +103,7 @@ def isoflop_picture(estimate: IsoflopEstimate, title: str) -> str:
 
 
 def lines_picture(lines: Sequence[Line], *, x: str, y: str, title: str = "", marked: bool = False) -> str:
-    """Lines with logarithmic axes; `marked`: with a mark at each point."""
+    """Picture of lines on logarithmic axes; `marked`: with a mark at each point."""
     figure, axes = _new(x, y, title)
     for colour, line in zip(_COLOURS * (1 + len(lines) // len(_COLOURS)), lines, strict=False):
         at = _thin(len(line.x))
@@ -116,7 +116,7 @@ def lines_picture(lines: Sequence[Line], *, x: str, y: str, title: str = "", mar
 
 
 def dots_picture(rows: Sequence[Dots], *, x: str) -> str:
-    """A row for each, from top to bottom: its dots, and a bar at their mean."""
+    """Picture of rows of dots from top to bottom, with a bar at each row's mean."""
     figure = Figure(figsize=(_WIDE, 1.0 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):

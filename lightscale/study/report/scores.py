@@ -14,17 +14,17 @@ from lightscale.study.study import Study
 
 
 def add_scores(html: Html, study: Study, cells: Sequence[Cell], curves: dict[str, RunCurve]) -> None:
-    """What is known of finished cells, where there is anything to compare."""
+    """Add the scores of finished cells, if there is anything to compare."""
     finished = [cell for cell in cells if cell.part == "main" and study.finished_record(cell) is not None]
     scores = {cell.name: _scores(study, cell) for cell in finished}
     models = [cell.config.model for cell in finished]
     lengths = {cell.config.data.sequence_length for cell in finished}
     if len({model.hidden_size / model.num_layers for model in models}) > 1:
-        html.heading("Table 5: aspect ratio, as found, and as published")
+        html.heading("Table 5: aspect ratio, this study and the published numbers")
         shown = [cell for cell in finished if cell.config.data.sequence_length == max(lengths)]
         _beside(html, shown, scores, curves, TABLE_5)
     if len(lengths) > 1:
-        html.heading("Table 6: length of training sequences, as found, and as published")
+        html.heading("Table 6: length of training sequences, this study and the published numbers")
         _beside(html, finished, scores, curves, TABLE_6)
     _against_size(html, study, finished, scores)
 

@@ -1,4 +1,4 @@
-"""What cells come to that differ in nothing but the seed: their losses side by side, the mean and the spread."""
+"""Cells that differ only in the seed: their losses side by side, mean and spread."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lightscale.study.report.pictures import Dots, Line, dots_picture, lines_pic
 from lightscale.study.study import Study
 
 _MOST_DRAWN = 40
-"""Names beside one picture; more are in the table alone."""
+"""Most names beside one picture; the table has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,12 @@ class _Alike:
 
     @property
     def losses(self) -> NDArray[np.float64]:
-        """(seeds,): the last smoothed one of each."""
+        """(seeds,): the last smoothed loss of each seed."""
         return np.array([curve.smoothed[-1] for curve in self.curves])
 
     @property
     def mean_curve(self) -> Line:
-        """Where all seeds have a point."""
+        """The mean of the seeds at steps where all have a point."""
         common = sorted(set.intersection(*(set(curve.step.tolist()) for curve in self.curves)))
         at = [np.isin(curve.step, common) for curve in self.curves]
         smoothed = [curve.smoothed[chosen] for curve, chosen in zip(self.curves, at, strict=True)]
@@ -40,11 +40,11 @@ class _Alike:
 
 
 def add_seeds(html: Html, study: Study, cells: Sequence[Cell], curves: Mapping[str, RunCurve]) -> None:
-    """A table, dots and curves of the finished cells; nothing where no two differ in the seed alone."""
+    """Add a table, dots and curves of the finished cells; nothing if no two differ only in the seed."""
     groups = list(_groups(study, cells, curves))
     if not any(len(group.curves) > 1 for group in groups):
         return
-    html.heading("The same with several seeds")
+    html.heading("Cells with several seeds")
     rows = []
     for group in groups:
         losses = group.losses
@@ -52,16 +52,16 @@ def add_seeds(html: Html, study: Study, cells: Sequence[Cell], curves: Mapping[s
         rows.append([group.name, f"{group.parameters:,}", each, f"{losses.mean():.3f}", f"{np.ptp(losses):.3f}"])
     html.table(("cells", "N", "loss of each seed", "mean", "spread"), rows)
     html.paragraph(
-        "The training loss, smoothed, at the end of each finished run. Spread: highest less lowest of the seeds; what "
-        "differs by less cannot be told apart.",
+        "Smoothed training loss at the end of each finished run. Spread: highest minus lowest loss of the seeds; "
+        "smaller differences between cells are not significant.",
         note=True,
     )
     if len(groups) > _MOST_DRAWN:
         return
     dots = [Dots(label=group.name, x=group.losses) for group in groups]
-    html.picture(dots_picture(dots, x="loss, nats per token"), "A point for each seed, a bar at their mean.")
+    html.picture(dots_picture(dots, x="loss, nats per token"), "Points: seeds. Bars: their means.")
     lines = [line for group in groups if len(line := group.mean_curve)]
-    svg = lines_picture(lines, x="tokens", y="loss, nats per token", title="means of the seeds")
+    svg = lines_picture(lines, x="tokens", y="loss, nats per token", title="mean of the seeds")
     html.picture(svg, "Smoothed training loss.")
 
 

@@ -1,4 +1,4 @@
-"""The report of a study: curves, laws, the published numbers beside them, evaluations; one HTML file."""
+"""The report of a study as one HTML file: curves, laws beside published numbers, evaluations."""
 
 import datetime
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,17 @@ _LAW_NAMES = ("loss", "parameters", "tokens")
 
 @dataclass(frozen=True)
 class StudyReport:
-    """The page, and its first picture by itself: the laws of all architectures, None where none could be fitted."""
+    """The page, and its first picture as SVG: the laws of all architectures, or None without a law."""
 
     page: str
     laws_picture: str | None
 
 
 def make_report(study: Study, *, draws: int | None, seed: int, now: datetime.datetime) -> StudyReport:
-    """The report, as HTML and SVG. `UserError` where no cell has a curve yet."""
+    """Make the report as HTML and SVG. Raises `UserError` if no cell has a curve yet."""
     curves = finish_all(study)
     if not curves:
-        raise UserError(f"{study.path} has no curves yet; `lightscale study run {study.definition.path}` makes them")
+        raise UserError(f"{study.path} has no curves yet; run `lightscale study run {study.definition.path}` first")
     laws: list[ArchitectureLaws] = []
     refusal = None
     try:
@@ -66,14 +66,14 @@ def _add_beginning(
         html.paragraph(study.definition.about.about)
     finished = sum(study.finished_record(cell) is not None for cell in cells)
     html.paragraph(
-        f"{finished} of {len(cells)} cells are finished; curves of {len(curves)} are shown. Made by `lightscale study "
-        f"report {study.definition.path.name}` on {now:%Y-%m-%d}; losses are measured, FLOPs and parameters counted."
+        f"{finished} of {len(cells)} cells are finished; the report shows {len(curves)} curves. Created by `lightscale "
+        f"study report {study.definition.path.name}` on {now:%Y-%m-%d}. Losses: measured. FLOPs, parameters: counted."
     )
     factor, skip = study.definition.about.smoothing, study.definition.fit.skip
     html.paragraph(
-        f"The loss at D tokens is that of a line through log loss over log D, fitted to the steps from D/{factor:g} "
-        f"to {factor:g}·D. What was trained again after a failure counts once. Laws are fitted without the warm-up "
-        f"and the first {skip:.1%} of a run. C is in PFLOP-days (8.64e19 FLOPs), N without the embedding.",
+        f"The loss at D tokens is read from a line through log loss over log D, fitted to the steps from D/{factor:g} "
+        f"to {factor:g}·D. Steps repeated after a failure count once. Fits of laws leave out the warm-up "
+        f"and the first {skip:.1%} of a run. C is in PFLOP-days (8.64e19 FLOPs), N excludes the embedding.",
         note=True,
     )
 
@@ -83,14 +83,14 @@ def _add_laws(html: Html, laws: Sequence[ArchitectureLaws]) -> str | None:
     frontiers = {one.architecture: one.frontier for one in laws if one.counting == "ours" and one.frontier}
     picture = laws_picture(frontiers) if frontiers else None
     if picture is not None:
-        html.picture(picture, f"Points: the envelope of each. Lines: power laws. {COUNTINGS['ours']}.")
-    html.heading("Table 3: as found, and as published", 3)
+        html.picture(picture, f"Points: envelopes. Lines: power laws. {COUNTINGS['ours']}.")
+    html.heading("Table 3: this study and the published numbers", 3)
     rows, published = _table_3(laws)
     html.table(("architecture", "counted", "L(C)", "N_opt(C)", "D_opt(C)", "a + b + c - 1"), rows, published=published)
     html.paragraph(
-        "In grey italics: arXiv 2406.16690, Table 3, whose unit of C is most probably the PFLOP-day. Other data, sizes "
-        "and budgets: coefficients cannot be compared, exponents with care. a, b and c are the exponents of N_opt, "
-        "D_opt and C/(N·D): their sum is 1 where all were fitted at the same C.",
+        "In grey italics: arXiv 2406.16690, Table 3, whose unit of C is most probably the PFLOP-day. Data, sizes and "
+        "budgets differ: do not compare coefficients, and compare exponents with care. a, b and c are the exponents of "
+        "N_opt, D_opt and C/(N·D); their sum is 1 if all are fitted at the same C.",
         note=True,
     )
     for one in laws:
@@ -127,8 +127,8 @@ def _add_architecture(html: Html, laws: ArchitectureLaws) -> None:
     html.heading(f"{laws.architecture}, {laws.counting}")
     html.paragraph(f"{len(laws.curves)} runs. {COUNTINGS[laws.counting]}.", note=True)
     svg = curves_picture(laws.curves, laws.frontier, laws.architecture)
-    which = "where the next smaller and larger models were tried too" if _is_between(laws) else "all of it"
-    html.picture(svg, f"Loss of every run as it trained; the envelope ({which}) and its power law.")
+    which = "where the next smaller and larger models have data" if _is_between(laws) else "complete"
+    html.picture(svg, f"Loss of every run during training; the envelope ({which}) and its power law.")
     rows, refused = [], {}
     for name, found in _estimates(laws):
         if isinstance(found, str):
@@ -138,21 +138,21 @@ def _add_architecture(html: Html, laws: ArchitectureLaws) -> None:
     if rows:
         html.table(WINDOW_HEADINGS, rows)
         meanings = "; ".join(f"{name}: {text}" for name, text in WINDOWS.items())
-        html.paragraph(f"How the exponents move with the window. {meanings}. In brackets 95 % intervals.", note=True)
+        html.paragraph(f"The exponents by window. {meanings}. In brackets: 95 % intervals.", note=True)
     for reason in dict.fromkeys(refused.values()):
         html.lines(f"{', '.join(name for name, text in refused.items() if text == reason)}: {reason}")
     if not isinstance(laws.isoflop, str):
         svg = isoflop_picture(laws.isoflop, f"{laws.architecture}: equal compute")
-        html.picture(svg, "Points: losses at equal compute. Lines: parabolas over log N. Crosses: their lowest points.")
+        html.picture(svg, "Points: losses at equal compute. Lines: parabolas over log N. Crosses: their minima.")
     if isinstance(laws.surface, str):
         html.lines(f"loss surface: {laws.surface}")
     else:
         surface = laws.surface
         rows = [[name, f"{one.value:.5g}", interval(one)] for name, one in surface.constants.items()]
-        html.paragraph("L = E + A/N^alpha + B/D^beta, by Huber's loss of log L:")
+        html.paragraph("L = E + A/N^alpha + B/D^beta, fitted with the Huber loss of log L:")
         html.table(("constant", "value", "95 % interval"), rows)
         html.paragraph(
-            f"{surface.num_points} points of {surface.num_runs} runs, off by {surface.residual:.2%} (RMS).",
+            f"{surface.num_points} points of {surface.num_runs} runs; residual {surface.residual:.2%} (RMS).",
             note=True,
         )
 
@@ -170,7 +170,7 @@ def _add_sweep(html: Html, study: Study, cells: Sequence[Cell]) -> None:
     sweep, choices = study.definition.sweep, study.choices(cells)
     if sweep is None:
         return
-    html.heading(f"The sweep of {sweep.key}")
+    html.heading(f"Sweep of {sweep.key}")
     lines = [
         Line(
             label=" ".join(one.choice) or "all",

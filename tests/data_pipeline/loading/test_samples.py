@@ -192,7 +192,7 @@ def test_mistakes(make_run: MakeRun, write_store: WriteStore, tmp_path: Path) ->
         args = arguments(str(run), "--step", step)
         with pytest.raises(UserError, match=f"--step {step}: .* has the steps 1 … {NUM_STEPS}"):
             args.run_data(args)
-    with pytest.raises(UserError, match=r"there is no run .*other"):
+    with pytest.raises(UserError, match=r"no run .*other"):
         run_loader(tmp_path / "other")
     checkpoint = run / "checkpoints" / "step-00000002"
     checkpoint.mkdir(parents=True)

@@ -135,7 +135,7 @@ def test_one_store_is_read_as_ever(stores: dict[str, TokenStore]) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, "exactly one of data.store and data.stores .*neither is given"),
+        ({}, "exactly one of data.store and data.stores; neither is given"),
         ({"store": "x", "stores": {"a": {"path": "y"}}}, "exactly one of .*both are given"),
         ({"stores": {"a": {"path": "x", "weight": 1.0}, "b": {"path": "y"}}}, "a has a weight and b not"),
         ({"stores": {"a": {"path": "x", "weight": 0.0}}}, "stores.a.weight"),

@@ -432,7 +432,7 @@ def parse(*words: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{runs}/nowhere"], "there is no run {runs}/nowhere: the directory is not there"),
+        (["{runs}/nowhere"], "no run {runs}/nowhere: no such directory"),
         (["{runs}/store"], "{runs}/store is not a run directory: it has no config.toml"),
         (["{runs}/empty"], "{runs}/empty has no checkpoint yet"),
         (["{runs}/one", "--step", "7"], "{runs}/one/checkpoints has no checkpoint of step 7; it has: 2"),

@@ -231,5 +231,5 @@ def test_a_store_too_large_to_be_copied(
     )
     amounts = one._with_stores({"changed-tokens": 2, "disagreements": 1, "nans": 3})
     assert amounts == {"changed-tokens": 0, "disagreements": 0, "nans": 3}
-    assert [text.split(" bytes ")[1] for text in one.result.skipped] == ["is too large to be copied"] * 2
+    assert [text.split(" bytes ")[1] for text in one.result.skipped] == ["is too large to copy"] * 2
     assert not Path("runs").exists()

@@ -234,7 +234,7 @@ def test_people_get_a_table(make_run: MakeRun, capsys: pytest.CaptureFixture[str
         assert word in row
     assert "runs/first: given up" in shown
     assert "wiki 2.5000 code nan" in row
-    assert "steps that count" not in shown
+    assert "kept steps" not in shown
 
 
 def test_the_newest_scores_of_each_task(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +264,7 @@ def test_one_run_shows_where_its_time_went(make_run: MakeRun, capsys: pytest.Cap
     run.event("checkpoint_failed", step=3)
     shown = table(capsys, str(run.path))
     lines = {line.strip().partition("  ")[0]: line for line in shown.splitlines()}
-    assert "1.5 s" in lines["steps that count"] and "3 steps" in lines["steps that count"]
+    assert "1.5 s" in lines["kept steps"] and "3 steps" in lines["kept steps"]
     assert "0.25 s" in lines["saves"] and "1 done, 1 failed" in lines["saves"]
 
 
@@ -351,7 +351,7 @@ def test_watch_on_a_terminal_redraws(
     assert shown.rstrip("\n").endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-@pytest.mark.parametrize(("word", "message"), [("runs", "DIR comes before --watch"), ("0", "must be at least 0.1 s")])
+@pytest.mark.parametrize(("word", "message"), [("runs", "put RUN before --watch"), ("0", "must be at least 0.1 s")])
 def test_a_wrong_interval_is_refused(capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:
     with pytest.raises(SystemExit):
         cli.main(["runs", "--watch", word])

@@ -188,7 +188,7 @@ def test_the_nodes_of_a_job_are_shared_out_as_the_batch_allows(
     with pytest.raises(UserError, match="--min-nodes 4: must be at least 1 and at most the 3 nodes"):
         train("tiny-run.toml", "--scheduler", "slurm", "--min-nodes", "4")
     monkeypatch.delenv("SLURM_JOB_NUM_NODES")
-    with pytest.raises(UserError, match="--scheduler slurm: this is not a SLURM job"):
+    with pytest.raises(UserError, match="--scheduler slurm: not inside a SLURM job"):
         train("tiny-run.toml", "--scheduler", "slurm")
 
 
@@ -198,7 +198,7 @@ def test_one_rank_per_gpu(folder: Path, launched: list[dict[str, Any]], monkeypa
     train("tiny-run.toml", "--processes", "2")
     train("tiny-run.toml", "train.device=cpu", "--run", "runs/other")
     assert [call["processes"] for call in launched] == [4, 2, 1]
-    with pytest.raises(UserError, match="--processes 8: there are only 4 GPUs"):
+    with pytest.raises(UserError, match="--processes 8: this machine has 4 GPUs"):
         train("tiny-run.toml", "--processes", "8")
 
 
@@ -216,7 +216,7 @@ def test_a_runs_own_configuration_stands_for_the_run(folder: Path, launched: lis
         (["--processes", "0"], "--processes 0: must be at least 1"),
         (
             ["--stop-after", "soon"],
-            '--stop-after soon: must be a time in days, hours, minutes and seconds, like "23h30m"',
+            '--stop-after soon: must be a time in days, hours, minutes and seconds, such as "23h30m"',
         ),
         (["parallel.tensor=2"], "parallel.tensor = 2"),
         (["train.device=cuda"], "torch sees no GPU"),

@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_ends_both_hosts(hosts: Hosts, tmp_path: Path) -> 
     # What a stack would say is in the files.
     assert "Traceback" not in first.output
     for ended in (first, second):
-        assert ended.output.splitlines()[-1] == "resume, on all 2 hosts, with: the same command"
+        assert ended.output.splitlines()[-1] == "resume on all 2 hosts with: the same command"
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def test_what_ranks_refuse_is_said_once_on_each_host(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--node-rank", "1"], "--node-rank 1: only with --nodes"),
-        (["--master-port", "29500"], "--master-port 29500: only with --nodes"),
-        (["--nodes", "2"], "--nodes 2: --node-rank and --master-addr must be given too"),
-        (["--nnodes", "2", "--node-rank", "0"], "--nodes 2: --master-addr must be given too"),
+        (["--node-rank", "1"], "--node-rank 1: needs --nodes"),
+        (["--master-port", "29500"], "--master-port 29500: needs --nodes"),
+        (["--nodes", "2"], "--nodes 2: set --node-rank and --master-addr too"),
+        (["--nnodes", "2", "--node-rank", "0"], "--nodes 2: set --master-addr too"),
         (["--nodes", "0"], "--nodes 0: must be at least 1"),
         (["--nodes", "2", "--node-rank", "2", "--master-addr", "a"], "--node-rank 2: must be from 0 to 1"),
         (["--nodes", "2", "--node-rank", "-1", "--master-addr", "a"], "--node-rank -1: must be from 0 to 1"),
@@ -120,7 +120,7 @@ def test_what_ranks_refuse_is_said_once_on_each_host(
             ["--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--master-port", "70000"],
             "--master-port 70000: must be from 1 to 65535",
         ),
-        (["--nodes", "2", "--scheduler", "local"], "--nodes 2 and --scheduler local: the job says how many"),
+        (["--nodes", "2", "--scheduler", "local"], "--nodes 2 and --scheduler local: remove --nodes, the job"),
     ],
 )
 def test_options_that_do_not_fit(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
@@ -138,7 +138,7 @@ def test_a_process_that_is_a_rank_starts_none(
     monkeypatch.setenv("MASTER_ADDR", "a")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert main(["train", "quickstart", "--nodes", "2", "--node-rank", "0", "--master-addr", "a"]) == 2
-    assert capsys.readouterr().err.startswith("error: --nodes 2: torchrun has started this process as one of several")
+    assert capsys.readouterr().err.startswith("error: --nodes 2: torchrun has already started this process as a rank")
 
 
 def test_addresses_are_refused_before_torch_is_imported(tiny_run: Path) -> None:

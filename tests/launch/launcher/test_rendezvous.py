@@ -73,7 +73,7 @@ def test_a_name_without_address(name: str, node: int) -> None:
     said = refusal(at(29500, node, name))
     assert f" cannot be found at {name}:29500 (" in said
     assert said.endswith(
-        f"{HOST} knows no address of that name: give all ranks rank 0's host as MASTER_ADDR (--master-addr)"
+        f"{HOST} cannot resolve that name; set MASTER_ADDR (--master-addr) to rank 0's host on all ranks"
     )
 
 
@@ -82,7 +82,7 @@ def test_an_address_of_another_host_on_the_first() -> None:
     # Of nobody: packets to it are refused, or answered by nobody, or by a proxy.
     said = refusal(at(port, address="192.0.2.1"))
     assert said.startswith(f"rank 0 cannot reach itself at 192.0.2.1:{port} (")
-    assert said.endswith(f"MASTER_ADDR (--master-addr) is not {HOST}, where rank 0 is, or the network is closed there")
+    assert said.endswith(f"set MASTER_ADDR (--master-addr) to {HOST}, the host of rank 0, or open the network there")
     # Not known there.
     at(port, node=1, address="192.0.2.1").check()
 

@@ -61,7 +61,7 @@ def test_a_run_without_progress_is_given_up(endings: dict[str, Ended]) -> None:
     assert ended.code == 70
     assert launches(ended) == 2
     reason = (
-        "given up after 2 starts in a row without a new checkpoint; the last: "
+        "given up after 2 starts in a row without a new checkpoint; last failure: "
         "rank 1: ZeroDivisionError: the second rank is broken (step 5, reading data)"
     )
     assert (ended.status["status"], ended.status["reason"]) == ("stopped", reason)

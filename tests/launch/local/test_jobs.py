@@ -95,7 +95,7 @@ def test_the_time_limit_saves_and_the_job_comes_back_with_the_same_losses(
     await_(lambda: (job := queue.job(1)) is not None and job.phase == "ended")
     assert command("logs", str(run.path), "--follow") == log.read_text()
     assert "finished at step 40" in log.read_text()
-    assert "has no job" in command("cancel", str(run.path))
+    assert "has no waiting or running job" in command("cancel", str(run.path))
     command("train", "run.toml", "--run", str(undisturbed.path), "--processes", "1")
     assert trajectory(run) == trajectory(undisturbed)
     assert len(trajectory(run)) == 40

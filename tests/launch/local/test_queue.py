@@ -307,7 +307,7 @@ def test_what_this_queue_does_not_know_is_unknown(queue: Queue, submit: Submit) 
 
 
 def test_one_machine_is_one_node() -> None:
-    message = "launch.nodes = 2: --scheduler local runs jobs on this one machine; use --nodes 1"
+    message = "launch.nodes = 2: --scheduler local runs jobs on this machine only; use --nodes 1"
     with pytest.raises(UserError, match=re.escape(message)):
         Local().check_settings(LaunchSettings(nodes=2))
 

@@ -58,7 +58,7 @@ def test_an_agent_a_node_and_the_controller(new_run: NewRun, undisturbed: NewRun
     path = str(run.directory.path)
     cancelled = run.command("cancel", path)
     assert cancelled.returncode == 75
-    assert f"job {job}: the scheduler does not answer, it may wait or run" in cancelled.stderr
+    assert f"job {job}: the scheduler does not answer, and the job may wait or run" in cancelled.stderr
     submitted = run.command("submit", "run.toml", SPLIT, "--run", path, "--nodes", "2", "--time", "9")
     assert submitted.returncode == 78, submitted.stderr
     (line,) = json.loads(run.command("runs", path, "--json").stdout)

@@ -127,15 +127,18 @@ def test_settings_of_the_site_the_run_and_the_command_line(folder: Path, capsys:
         (["--time", "0-0:05"], "must be less than the time limit"),
         (["--time", "5:01", "--nodes", "3"], "train.global_batch_size = 4"),
         (["--time", "1-0", "--nodes", "3"], "train.global_batch_size = 4"),
-        ([*TIME, "launch.partitoin=gpu"], 'override "launch.partitoin=gpu": unknown key launch.partitoin; there are'),
+        (
+            [*TIME, "launch.partitoin=gpu"],
+            'override "launch.partitoin=gpu": unknown key launch.partitoin; the keys are',
+        ),
         ([*TIME, "launch.min_nodes=2"], "launch.min_nodes = 2: must be at most launch.nodes = 1"),
         ([*TIME, "launch.options=['qos']"], 'launch.options has "qos": must be options of the scheduler'),
         ([*TIME, "launch.environment.A-B=1"], "launch.environment.A-B: must be the name of a variable"),
-        ([*TIME, "--run", 'a"b'], "cannot be given to sbatch"),
+        ([*TIME, "--run", 'a"b'], "which sbatch does not accept"),
         ([*TIME, "--chain", "0"], "--chain 0: must be at least 1"),
         ([*TIME, "data.store=nowhere"], "nowhere"),
         ([*TIME, "--allow-change", "model.depth"], "--allow-change model.depth"),
-        ([*TIME], "there is no SLURM here: sbatch is not in the PATH"),
+        ([*TIME], "no SLURM on this machine: sbatch is not in PATH"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(
@@ -163,13 +166,13 @@ def test_commands_for_jobs_where_there_is_no_slurm(
     assert recorded_jobs(run) == records
     assert live_jobs(records) == {}
     for words, message in (
-        (["cancel", "runs/tiny-run"], "there is no SLURM here: scancel"),
-        (["cancel", "runs/other"], "there is no run runs/other"),
+        (["cancel", "runs/tiny-run"], "no SLURM on this machine: scancel"),
+        (["cancel", "runs/other"], "no run runs/other"),
         (["logs", "runs/tiny-run", "--rank", "3"], "has no output of rank 3 yet"),
-        (["train", "tiny-run.toml", "--scheduler", "slurm"], "there is no SLURM here: srun"),
+        (["train", "tiny-run.toml", "--scheduler", "slurm"], "no SLURM on this machine: srun"),
         (
             ["train", "tiny-run.toml", "--min-nodes", "2"],
-            "--min-nodes 2: only for runs on the nodes of a job",
+            "--min-nodes 2: needs --scheduler",
         ),
     ):
         assert main(words) == 78
@@ -197,7 +200,7 @@ def test_what_slurm_or_the_run_refuses(
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, cluster.environment[name])
     for words, message in (
-        (["--partition", "gpu"], 'partition "gpu": the cluster does not have it; use high, low, main'),
+        (["--partition", "gpu"], 'partition "gpu": unknown on this cluster; use high, low, main'),
         (["launch.options=['--mem=99T']"], "error: sbatch: "),
     ):
         assert main(["submit", "tiny-run.toml", *TIME, *words]) == 78

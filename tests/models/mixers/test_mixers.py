@@ -395,9 +395,9 @@ def test_operations_of_a_stack_are_those_of_its_layers() -> None:
 
 
 def test_an_unknown_mixer_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"no mixer is called hgrn; did you mean hgrn2.* known: .*tnl"):
+    with pytest.raises(UserError, match=r"unknown mixer hgrn; did you mean hgrn2.* known: .*tnl"):
         mixer_spec("hgrn")
-    with pytest.raises(ValidationError, match=r"no mixer is called lama; did you mean llama"):
+    with pytest.raises(ValidationError, match=r"unknown mixer lama; did you mean llama"):
         ModelConfig(mixer=["tnl", "lama"], num_layers=2, **SHAPE)
 
 

@@ -84,8 +84,8 @@ def test_a_changed_batch_is_said_and_stands_in_the_line(capsys: pytest.CaptureFi
     """37 nodes: no axis but data can be split 37 ways, and 480 sequences cannot."""
     path = str(CONFIGS / "tnl-1b.toml")
     out = plan(capsys, path, "--nodes", "37")
-    (said,) = [line for line in out.splitlines() if line.startswith("Another batch than the configuration's: ")]
-    assert "train.global_batch_size=481 it is 3,940,352, +0.2%" in said
+    (said,) = [line for line in out.splitlines() if line.startswith("The batch changes: ")]
+    assert "train.global_batch_size=481 gives 3,940,352, +0.2%" in said
     _, overrides, _ = pasted(out, "submit")
     assert "train.global_batch_size=481" in overrides
     assert check_layout(load(path, overrides), 8 * 37).world_size == 296
@@ -94,7 +94,7 @@ def test_a_changed_batch_is_said_and_stands_in_the_line(capsys: pytest.CaptureFi
 def test_where_nothing_fits_the_least_nodes_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(CONFIGS / "llama-7b.toml"), "--nodes", "1", "--length", "4M"]
     out = plan(capsys, *words, code=1)
-    assert "1 node, sequences of 4M tokens: nothing fits; the least that it takes is 8 nodes\n" in out
+    assert "1 node, sequences of 4M tokens: no layout fits; use at least 8 nodes\n" in out
     assert "lightscale train" not in out
     (point,) = json.loads(plan(capsys, *words, "--json", code=1))["points"]
     assert (point["least_nodes"], point["commands"]) == (8, None)

@@ -94,14 +94,16 @@ def test_a_measurement_that_cannot_be_written_is_dropped_and_counted(facts: RunF
     sink = run(script, facts)
     assert script.written == [5, 6, 8, 9, 10]
     assert (sink.failures, sink.dropped) == (background.MOST_TRIES, 1)
-    assert script.said[-1] == "metrics: sink faulty lacks 1 measurements; metrics.jsonl has all"
+    assert script.said[-1] == "metrics: sink faulty lost 1 measurements; metrics.jsonl has all"
 
 
 def test_one_that_fails_at_its_end(facts: RunFacts) -> None:
     script = Script(close=1)
     sink = run(script, facts)
     assert (script.written, sink.failures) == (list(range(5, 11)), 1)
-    assert script.said == ["metrics: sink faulty fails, RuntimeError: no close; training continues, it is tried again"]
+    assert script.said == [
+        "metrics: sink faulty failed, RuntimeError: no close; training continues, the sink is retried"
+    ]
 
 
 def test_a_return_is_passed_on_in_order(facts: RunFacts) -> None:
@@ -126,7 +128,7 @@ def test_a_missing_package_switches_it_off(facts: RunFacts) -> None:
     sink.close()
     assert sink.failures == 1
     assert sink.dropped == 3
-    assert script.said[0] == "metrics: sink faulty is switched off: no package; pip install it"
+    assert script.said[0] == "metrics: sink faulty is disabled: no package; pip install it"
 
 
 def test_one_that_hangs_is_not_waited_for(facts: RunFacts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +152,7 @@ def test_one_that_hangs_is_not_waited_for(facts: RunFacts, monkeypatch: pytest.M
         sink.close()
         assert time.monotonic() - began < 10
         assert sink.dropped == 1000
-        assert "is left alone" in script.said[0]
+        assert "is abandoned" in script.said[0]
     finally:
         released.set()
 
@@ -182,7 +184,7 @@ def test_the_record_of_a_run_has_all_and_counts_the_failures(
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert lines[-1]["sink_failures"] == 2 + background.MOST_TRIES
     assert faulty_sinks.written == [1, 2, *range(4, 21)]
-    assert "sink tensorboard lacks 1 measurements" in capsys.readouterr().err
+    assert "sink tensorboard lost 1 measurements" in capsys.readouterr().err
 
 
 class FromOutside(Faulty):
@@ -216,5 +218,5 @@ def test_a_sink_of_another_package(tiny_run: Path, tmp_path: Path, monkeypatch: 
         sink.write(Measurement(step=1, attempt=1, time=""))
         sink.close()
     assert FromOutside.script.written == [1]
-    with pytest.raises(UserError, match=r"no sink is called min; did you mean mine\?"):
+    with pytest.raises(UserError, match=r"unknown sink min; did you mean mine\?"):
         load(tiny_run, ['metrics.sinks=["jsonl", "min"]'])

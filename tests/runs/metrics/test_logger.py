@@ -166,7 +166,7 @@ def test_goodput_is_shown_and_joins_the_line_of_its_step(tmp_path: Path, capsys:
     (_, second) = read_metrics(tmp_path / "metrics.jsonl")
     assert (second["loss"], second["tokens"]) == (3.0, 2000)
     assert second["goodput"]["effective_time_ratio"] == 0.6
-    assert "step 2/100  goodput 60.0%: 2 steps count" in capsys.readouterr().err
+    assert "step 2/100  goodput 60.0%: 2 steps kept" in capsys.readouterr().err
     # An attempt that starts has no line yet, and leaves alone that of the attempt before.
     with logger(tmp_path, attempt=2, first_step=3) as metrics:
         metrics.log_goodput(2, tokens=2000, goodput=goodput)

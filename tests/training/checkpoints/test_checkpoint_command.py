@@ -147,7 +147,7 @@ def test_a_run_that_a_job_holds_is_not_pruned(run: RunDirectory, command: Comman
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["list", "nowhere"], "there is no run nowhere: neither nowhere nor runs/nowhere is there"),
+        (["list", "nowhere"], "no run nowhere: neither nowhere nor runs/nowhere exists"),
         (["verify", "RUN@30"], "has no checkpoint of step 30; it has: 20, 40"),
         (["show", "RUN@last"], "the step after @ must be a number"),
         (["diff", "RUN", "RUN@20"], "must be RUN@STEP, like "),

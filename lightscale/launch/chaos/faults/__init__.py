@@ -1,1 +1,1 @@
-"""The faults: each says what it is, how it happens, what must be seen of it, and how it is mended."""
+"""The faults: each defines its kind, its injection, its required detection, and its repair."""

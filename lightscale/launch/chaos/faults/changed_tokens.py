@@ -1,4 +1,4 @@
-"""Tokens of the store change, under the running job or between two attempts, and are put back."""
+"""Changed tokens of the store, under the running job or between two attempts, restored afterwards."""
 
 import random
 import re
@@ -18,14 +18,14 @@ _TOKEN_BYTES, _PAGE_BYTES = 4, 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedTokens:
-    """Every block of the store's tokens is changed in place: whichever is read next, the run must stop and name it."""
+    """Changes every block of the store's tokens in place: the run must stop at the next read and report the block."""
 
     way: str
     """One of `WAYS`."""
     while_running: bool
     seed: int
     steps: int
-    """Steps of the attempt before the change, while running."""
+    """Steps of the attempt before a change under a job."""
 
     @property
     def kind(self) -> str:
@@ -33,7 +33,7 @@ class ChangedTokens:
         return f"changed tokens {'under a job' if self.while_running else 'between attempts'}"
 
     def inject(self, run: Runner) -> None:
-        """Change them, wait for the refusal, and put them back."""
+        """Change them, wait for the refusal, and restore them."""
         store = run.subject.config.data.store
         assert store is not None, "the campaign tries this on one store"
         shards = token_shards(store)
@@ -65,7 +65,7 @@ class ChangedTokens:
 
 
 def token_shards(store: Path) -> dict[Path, int]:
-    """The files with the tokens of all sources of `store`, and how many bytes of each are tokens."""
+    """Files with the tokens of all sources of `store`, and the number of token bytes in each."""
     found = {}
     for metadata in sorted(store.glob("*/tokens/zarr.json")):
         length, layout = read_metadata(metadata)
@@ -75,7 +75,7 @@ def token_shards(store: Path) -> dict[Path, int]:
 
 
 def changed(data: bytes, way: str, generator: random.Random) -> bytes:
-    """The tokens of a shard with all of its blocks changed in one of `WAYS`."""
+    """The tokens of a shard with all blocks changed in one of `WAYS`."""
     content = bytearray(data)
     blocks = [(start, min(start + BLOCK_BYTES, len(data))) for start in range(0, len(data), BLOCK_BYTES)]
     if way == "every tenth token":
@@ -103,7 +103,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def draw_changed_tokens(generator: random.Random, number: int, processes: int) -> Iterator[ChangedTokens]:
-    """Half of them under the running job; each way as often."""
+    """Draw half of them under the running job; each way equally often."""
     for count, way in enumerate(shuffled_cycle(generator, WAYS, number)):
         yield ChangedTokens(
             way=way,

@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint, and whether it is found before anything is read from them."""
+"""Damage to the files of a checkpoint, and its detection before anything is read from them."""
 
 import random
 import shutil
@@ -20,7 +20,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """Everything is killed, and a file of the newest checkpoint is damaged before the next start."""
+    """Kills everything and damages a file of the newest checkpoint before the next start."""
 
     how: str
     """One of `DAMAGE_KINDS`."""
@@ -32,7 +32,7 @@ class Damage:
         return f"newest checkpoint: {self.how}"
 
     def inject(self, run: Runner) -> None:
-        """Damage it, and wait until an attempt has met it."""
+        """Damage it, and wait for an attempt to read it."""
         # The run must have an older one to go back to.
         run.bring_down(lambda: len(checkpoint_directories(run.training.run.checkpoints)) > 1)
         newest = checkpoint_directories(run.training.run.checkpoints)[-1]
@@ -46,14 +46,14 @@ class Damage:
 
 
 def draw_damages(generator: random.Random, number: int, processes: int) -> Iterator[Damage]:
-    """Each kind as often."""
+    """Draw each kind equally often."""
     for how in shuffled_cycle(generator, DAMAGE_KINDS, number):
         yield Damage(how=how, seed=generator.randrange(1 << 30))
 
 
 @dataclass(kw_only=True)
 class DamageCheck:
-    """How many damaged copies were tried, and those that passed for whole."""
+    """Numbers of damaged copies tried, and the undetected ones."""
 
     flips: int = 0
     others: int = 0
@@ -61,13 +61,13 @@ class DamageCheck:
 
 
 def checkpoint_directories(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints that a run continues from, oldest first."""
+    """The complete checkpoints of a run, oldest first."""
     # step-N.tmp is not finished, step-N.bad was refused, and step-N-weights is never read by the run.
     return sorted(path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal())
 
 
 def damage(checkpoint: Path, how: str, generator: random.Random) -> Path:
-    """Damage one file of `checkpoint` that is not empty and return its path."""
+    """Damage one non-empty file of `checkpoint`; returns its path."""
     # An empty file has no bits to flip, and emptying it is no damage.
     files = [path for path in sorted(checkpoint.iterdir()) if path.stat().st_size]
     path = generator.choice(files)
@@ -76,7 +76,7 @@ def damage(checkpoint: Path, how: str, generator: random.Random) -> Path:
 
 
 def damage_file(path: Path, how: str, generator: random.Random) -> None:
-    """Damage the file `path`, which is not empty, as one of `DAMAGE_KINDS`."""
+    """Damage the non-empty file `path` in one of `DAMAGE_KINDS`."""
     data = bytearray(path.read_bytes())
     if how == "removed":
         path.unlink()
@@ -104,7 +104,7 @@ def damage_file(path: Path, how: str, generator: random.Random) -> None:
 def check_detection(checkpoints: Path, scratch: Path, *, flips: int, seed: int) -> DamageCheck:
     """Flip bits of all files of the newest checkpoint, and damage each in every other way, on a copy in `scratch`.
 
-    Each time the checkpoint must be refused by what verifies checkpoints before they are read, and the file named.
+    Each time, the verification before a read must refuse the checkpoint and name the file.
     """
     generator = random.Random(f"{seed} flips")
     found = DamageCheck()

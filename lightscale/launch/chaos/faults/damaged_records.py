@@ -1,4 +1,4 @@
-"""Lines of a run's records are damaged between two attempts, as by a disk, an editor or another program."""
+"""Damage to lines of a run's records between two attempts, as by a disk, an editor or another program."""
 
 import random
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _STAND_IN = b'{"job": 12, "scheduler": "local", "time": "2026-01-01T00:00:00.000
 
 @dataclass(frozen=True, kw_only=True)
 class DamagedRecord:
-    """Everything is killed, and a record of the run is damaged before the next start, which must say so."""
+    """Kills everything and damages a record of the run before the next start, which must report it."""
 
     record: str
     """One of `RECORDS`."""
@@ -34,7 +34,7 @@ class DamagedRecord:
         return f"damaged {self.record}"
 
     def inject(self, run: Runner) -> None:
-        """Damage it; nothing has to be mended."""
+        """Damage it; no repair is needed."""
         run.bring_down(lambda: True)
         path = run.training.run.path / self.record
         with ExitStack() as stack:
@@ -49,7 +49,7 @@ class DamagedRecord:
 
 
 def damaged(data: bytes, name: str, way: str, generator: random.Random) -> bytes:
-    """`data` of the record called `name` with damage of one of `WAYS`: one line more that cannot be read."""
+    """`data` of the record `name` with one of `WAYS` of damage: one more unreadable line."""
     if not name.endswith(".jsonl"):
         return _damaged_line(data.strip() or _STAND_IN, way, generator) + b"\n"
     # The last line may be cut already, which is no damage.
@@ -91,11 +91,11 @@ def _missed(since: Lines, record: str) -> str | None:
     for event in since:
         if event["event"] == DAMAGE_EVENT and record in {**event["damage"], **event.get("set_aside", {})}:
             return None
-    return f"no event says that {Path(record).name} is damaged"
+    return f"no event reports the damage to {Path(record).name}"
 
 
 def draw_damaged_records(generator: random.Random, number: int, processes: int) -> Iterator[DamagedRecord]:
-    """Every way with every record in turn."""
+    """Draw every way with every record in turn."""
     cases = [(record, way) for record in RECORDS for way in WAYS]
     for case in shuffled_cycle(generator, range(len(cases)), number):
         record, way = cases[case]

@@ -1,4 +1,4 @@
-"""Ranks that are started by hand, as on several hosts, one of which was given something else."""
+"""Ranks started by hand, as on several hosts, one of them with a different input."""
 
 import json
 import random
@@ -23,17 +23,17 @@ WAYS = ("learning rate", "seed", "content of the store", "layout")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What is other on one rank, and how a message names it."""
+    """A different input of one rank, and its words in messages."""
 
     override: str
     key: str
     values: tuple[str, str]
-    """Of the other ranks, and of this one."""
+    """Value of the other ranks, and of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DisagreeingRank:
-    """Everything is killed, and all ranks are started by hand, `rank` with something else: all must refuse."""
+    """Kills everything and starts all ranks by hand, `rank` with a different input: all must refuse."""
 
     way: str
     """One of `WAYS`."""
@@ -45,7 +45,7 @@ class DisagreeingRank:
         return f"a rank with another {self.way}"
 
     def inject(self, run: Runner) -> None:
-        """Start them, and read what they say; the next start is the right one again."""
+        """Start them and read their output; the next start is correct again."""
         run.bring_down(lambda: True)
         path = run.training.run.path
         other = difference(run.subject, self.way)
@@ -94,7 +94,7 @@ class DisagreeingRank:
 
 
 def names(text: str, other: Difference, rank: int) -> bool:
-    """Whether a line of `text` names the key, the host and number of `rank`, and both values."""
+    """Whether a line of `text` has the key, the host and number of `rank`, and both values."""
     here = re.escape(node_name() or socket.gethostname())
     parts = [rf"\b{re.escape(value)} on {here} \(rank" for value in other.values]
     parts.append(rf"\b{re.escape(other.values[1])} on {here} \(rank {rank}\)")
@@ -103,7 +103,7 @@ def names(text: str, other: Difference, rank: int) -> bool:
 
 
 def difference(subject: Subject, way: str) -> Difference:
-    """What one of `WAYS` is for a run of `subject`."""
+    """The difference of one of `WAYS` for a run of `subject`."""
     config = subject.config
     if way == "content of the store":
         assert config.data.store is not None, "the campaign tries this on one store"
@@ -153,6 +153,6 @@ def _tail(text: str) -> str:
 
 
 def draw_disagreeing_ranks(generator: random.Random, number: int, processes: int) -> Iterator[DisagreeingRank]:
-    """Each way as often, on any rank."""
+    """Draw each way equally often, on any rank."""
     for way in shuffled_cycle(generator, WAYS, number):
         yield DisagreeingRank(way=way, rank=generator.randrange(processes))

@@ -1,4 +1,4 @@
-"""Disks that fail, are slow, or are full for a while."""
+"""Failing, slow and temporarily full disks."""
 
 import contextlib
 import random
@@ -15,7 +15,7 @@ _PAUSE_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
-    """A rank's save meets an error, or a disk that takes `pause_s` for every shard."""
+    """A rank's save gets an error, or a disk that needs `pause_s` for every shard."""
 
     rank: int
     point: str
@@ -30,7 +30,7 @@ class DiskFault:
         return f"{self.error} while saving" if self.error else "slow disk"
 
     def inject(self, run: Runner) -> None:
-        """Arm it, and wait for some saves."""
+        """Arm it, and wait for a few saves."""
         action, value = ("raise", self.error) if self.error else ("slow", f"{self.pause_s}")
         run.training.arm(self.rank, InjectedFault(action=action, value=value, point=self.point, count=self.count))
         last = run.num_steps + (PATIENCE_SAVES if self.error else 3) * run.every
@@ -48,10 +48,10 @@ class DiskFault:
 
 @dataclass(frozen=True, kw_only=True)
 class FullDisk:
-    """The file system of the checkpoints is filled up for a while. Only where one can be made for it."""
+    """Fills the file system of the checkpoints for a while. Needs a mountable small file system."""
 
     free_share: float
-    """Of the size of a checkpoint: what is left free."""
+    """Free space, as a share of a checkpoint's size."""
     delay_s: float
     """Time after the attempt's first step."""
     kind: str = "full disk"
@@ -78,7 +78,7 @@ class FullDisk:
 
 
 def draw_disk_faults(generator: random.Random, number: int, processes: int) -> Iterator[DiskFault]:
-    """Errors of two kinds and slow disks, each as often."""
+    """Draw errors of two kinds and slow disks, equally often."""
     for error in shuffled_cycle(generator, ("ENOSPC", "EIO", "slow"), number):
         yield DiskFault(
             rank=generator.randrange(processes),
@@ -89,6 +89,6 @@ def draw_disk_faults(generator: random.Random, number: int, processes: int) -> I
 
 
 def draw_full_disks(generator: random.Random, number: int, processes: int) -> Iterator[FullDisk]:
-    """From one that takes nothing to one that takes nearly all."""
+    """Draw disks from one without free space to one with nearly enough."""
     for _ in range(number):
         yield FullDisk(free_share=generator.random(), delay_s=generator.uniform(0, LATEST_S))

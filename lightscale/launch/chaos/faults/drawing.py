@@ -1,4 +1,4 @@
-"""How faults are drawn from a seed."""
+"""Draws of faults from a seed."""
 
 import random
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import TypeVar
 _Value = TypeVar("_Value")
 
 LATEST_S = 2.0
-"""A fault at an instant comes at most so long after the attempt's first step. Longer only costs time."""
+"""Longest time from the attempt's first step to a fault at any instant; more would only cost time."""
 
 
 def shuffled_cycle(generator: random.Random, values: Sequence[_Value], number: int) -> list[_Value]:
-    """`number` values, each as often as the others, beginning anywhere."""
+    """`number` values, each equally often, from a random start."""
     return list(islice(cycle(generator.sample(values, len(values))), number))

@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped, at a phase of the run or at any instant."""
+"""Kills and stops of processes, at a phase of the run or at any instant."""
 
 import random
 import signal
@@ -18,21 +18,21 @@ _LATEST_AFTER_START_S = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL to some ranks, the launcher, or all of them."""
+    """Sends SIGKILL to some ranks, the launcher, or all of them."""
 
     victims: tuple[int, ...]
     """Ranks."""
     launcher: bool
     point: str | None = None
-    """The phase at whose beginning it comes; None: at any instant."""
+    """The phase at whose start it happens; None: at any instant."""
     rank: int = 0
     """The rank that reaches `point`."""
     count: int = 1
-    """Which time of reaching it."""
+    """Number of the visit to the phase."""
     delay_s: float = 0.0
-    """Time after the attempt's first step, or after its ranks were started."""
+    """Time after the attempt's first step, or after the start of its ranks."""
     while_starting: bool = False
-    """`delay_s` counts from when the ranks were started."""
+    """Whether `delay_s` counts from the start of the ranks."""
 
     @property
     def kind(self) -> str:
@@ -41,11 +41,11 @@ class Kill:
 
     @property
     def during_save(self) -> bool:
-        """Whether it is certain that it hits a save."""
+        """Whether it certainly hits a save."""
         return self.point in SAVE_POINTS
 
     def inject(self, run: Runner) -> None:
-        """Wait for its moment, kill, and wait for the processes of the attempt to end."""
+        """Wait for its moment, kill, and wait for the attempt's processes to end."""
         if self.point is None:
             self._await_instant(run)
         else:
@@ -93,7 +93,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class StopRank:
-    """SIGSTOP to a rank: it hangs, without ending."""
+    """Sends SIGSTOP to a rank, which hangs without ending."""
 
     rank: int
     delay_s: float
@@ -101,7 +101,7 @@ class StopRank:
     kind: str = "rank stopped (SIGSTOP)"
 
     def inject(self, run: Runner) -> None:
-        """Stop it, and wait for the launcher to notice."""
+        """Stop it, and wait for the launcher to detect it."""
         while True:
             run.wait_for_first_step()
             # The first steps may take long, and the watchdog allows more time for them.
@@ -122,7 +122,7 @@ class StopRank:
 
 
 def draw_kills(generator: random.Random, number: int, processes: int) -> Iterator[Kill]:
-    """Half of them, rounded up, at the phases of saves, each as often; a fifth of the rest each at loads and steps."""
+    """Half of them, rounded up, at phases of saves, each equally often; a fifth of the rest each at loads and steps."""
     num_saves = (number + 1) // 2
     num_others = (number - num_saves) // 5
     points: list[str | None] = [
@@ -135,7 +135,7 @@ def draw_kills(generator: random.Random, number: int, processes: int) -> Iterato
 
 
 def draw_stops(generator: random.Random, number: int, processes: int) -> Iterator[StopRank]:
-    """Of any rank."""
+    """Draw stops of any rank."""
     for _ in range(number):
         yield StopRank(rank=generator.randrange(processes), delay_s=generator.uniform(0, LATEST_S))
 

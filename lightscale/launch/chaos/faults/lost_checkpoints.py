@@ -1,4 +1,4 @@
-"""The directory of the checkpoints is gone, as where a file system was not mounted."""
+"""A missing directory of checkpoints, as with an unmounted file system."""
 
 import random
 import re
@@ -24,7 +24,7 @@ WAYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class MissingCheckpoints:
-    """Everything is killed, and the checkpoints are gone at the next start, which must be refused."""
+    """Kills everything and removes the checkpoints: the next start must refuse."""
 
     way: str
     """One of `WAYS`."""
@@ -35,7 +35,7 @@ class MissingCheckpoints:
         return f"lost checkpoints, {self.way.rpartition(', ')[2]}"
 
     def inject(self, run: Runner) -> None:
-        """Take them away, try to start, and put them back or begin again."""
+        """Move them away, try to start, and restore them or start again."""
         directory = run.training.run
         run.bring_down(lambda: newest_recorded(directory) is not None)
         newest, checkpoints = newest_recorded(directory), directory.checkpoints
@@ -58,7 +58,7 @@ class MissingCheckpoints:
 
 
 def newest_recorded(run: RunDirectory) -> str | None:
-    """Name of the newest checkpoint by the events, if it is there."""
+    """Name of the newest checkpoint in the events, if it exists."""
     newest = None
     for event in read_lines(run.events):
         if event["event"] == "checkpoint":
@@ -69,6 +69,6 @@ def newest_recorded(run: RunDirectory) -> str | None:
 
 
 def draw_lost_checkpoints(generator: random.Random, number: int, processes: int) -> Iterator[MissingCheckpoints]:
-    """Each way as often."""
+    """Draw each way equally often."""
     for way in shuffled_cycle(generator, WAYS, number):
         yield MissingCheckpoints(way=way)

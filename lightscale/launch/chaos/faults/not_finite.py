@@ -1,4 +1,4 @@
-"""A number of the model or the optimizer becomes NaN in the memory of a running rank."""
+"""NaN in a number of the model or the optimizer, in the memory of a running rank."""
 
 import json
 import random
@@ -26,13 +26,13 @@ _EXPONENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NaN:
-    """One element becomes NaN in the memory of `rank`: it must reach no checkpoint, and the run must go back."""
+    """Sets one element to NaN in the memory of `rank`: it must reach no checkpoint, and the run must go back."""
 
     place: str
     """One of `PLACES`."""
     rank: int
     tensor: int
-    """Which tensor of the place, and which element of it, modulo their numbers."""
+    """Index of the tensor of the place, and of its element, modulo their numbers."""
     element: int
     steps: int
     """Steps before it."""
@@ -43,7 +43,7 @@ class NaN:
         return f"NaN in a {self.place}"
 
     def inject(self, run: Runner) -> None:
-        """Order it, and wait until the run has gone back."""
+        """Write the order, and wait until the run has gone back."""
         run.wait_for_first_step()
         run.wait_for_steps(self.steps)
         file = order_file(run.training.faults_folder, self.rank)
@@ -72,12 +72,12 @@ class NaN:
 
 
 def order_file(folder: Path, rank: int) -> Path:
-    """Where a rank of `poisoned_training.py` finds which of its numbers becomes NaN."""
+    """File with the order to a rank of `poisoned_training.py`: the number to set to NaN."""
     return folder / f"nan-{rank}"
 
 
 def went_back(events: Lines) -> bool:
-    """Whether the run went back to a checkpoint, in its process or by a new start."""
+    """Whether the run went back to a checkpoint, by a rollback or a new start."""
     return any(event["event"] in ("rollback", "silent_corruption") for event in events)
 
 
@@ -88,7 +88,7 @@ def _missed(since: Lines, published: list[str]) -> str | None:
 
 
 def not_finite(checkpoints: Path) -> list[str]:
-    """The tensors that are not finite of all checkpoints in a directory, also of those that were put aside."""
+    """The tensors with NaN or infinity in all checkpoints of a directory, including those set aside."""
     found = []
     for path in sorted(checkpoints.glob("step-*/*.safetensors")):
         # Unfinished ones are no checkpoints.
@@ -112,7 +112,7 @@ def _not_finite_tensors(path: Path) -> Iterator[str]:
 
 
 def draw_nans(generator: random.Random, number: int, processes: int) -> Iterator[NaN]:
-    """Each place as often, on any rank."""
+    """Draw each place equally often, on any rank."""
     for place in shuffled_cycle(generator, PLACES, number):
         yield NaN(
             place=place,

@@ -1,1 +1,1 @@
-"""What every fault uses: the command as a process, the faults of a run in turn, and the comparison at the end."""
+"""Shared parts of all faults: the command as a process, the sequence of faults, and the final comparison."""

@@ -1,4 +1,4 @@
-"""All lines that a record of a run ever had, also those that a fault has destroyed since."""
+"""All lines that a record of a run ever had, including those destroyed by a fault."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from lightscale.runs.run_directory import read_lines
 
 
 class History:
-    """The lines of the record `path`, which `damaged` keeps before they are changed."""
+    """The lines of the record `path`; `damaged` stores them before a change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -18,12 +18,12 @@ class History:
         self._num_old = 0
 
     def lines(self) -> list[Record]:
-        """All that were whole at some time, in the order written."""
+        """All lines that were ever complete, in the order written."""
         return [*self._kept, *read_lines(self._path)[self._num_old :]]
 
     @contextmanager
     def damaged(self) -> Iterator[None]:
-        """Within, the file may become anything; nobody else writes to it."""
+        """Context in which the file may be damaged; no other process writes to it."""
         kept = self.lines()
         yield
         self._kept, self._num_old = kept, len(read_lines(self._path))

@@ -1,4 +1,4 @@
-"""``lightscale train`` as a process that is watched from outside, killed, and started again."""
+"""``lightscale train`` as a process that is observed, killed and restarted from outside."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ _POLL_S = 0.01
 
 
 class Training:
-    """`command`, which trains in the directory `run`; its output goes to the file `log`.
+    """A `command` that trains in the directory `run`, with its output in the file `log`.
 
-    Ranks find their faults in `faults_folder`.
+    Ranks read their faults from `faults_folder`.
     """
 
     def __init__(self, command: Sequence[str], run: RunDirectory, *, faults_folder: Path, log: Path) -> None:
@@ -35,12 +35,12 @@ class Training:
         self.steps = Tail(run.metrics)
         self.histories = {record.name: History(record) for record in (run.metrics, run.events)}
         self.starts = 0
-        """How often the command was started."""
+        """Number of starts of the command."""
         self.command = command
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
-        """Start the command, with the arguments `more`; it must not be running."""
+        """Start the command with the arguments `more`; it must not be running."""
         assert self.has_ended
         self.faults_folder.mkdir(parents=True, exist_ok=True)
         environment = {**own_environment(), fault_injection.VARIABLE: f"@{self.faults_folder.absolute()}"}
@@ -63,12 +63,12 @@ class Training:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the command ended because all steps are done."""
+        """Whether the command ended with all steps done."""
         return self._process is not None and self._process.poll() == 0
 
     @property
     def exit_code(self) -> int | None:
-        """Of the last start; None: it is running, or there was none."""
+        """Exit code of the last start; None: it is running, or there was none."""
         return None if self._process is None else self._process.poll()
 
     def ranks(self) -> dict[int, psutil.Process]:
@@ -84,7 +84,7 @@ class Training:
         return found
 
     def kill(self, ranks: Iterable[psutil.Process], *, launcher: bool) -> None:
-        """SIGKILL to `ranks` and, before them, to the launcher."""
+        """Send SIGKILL to the launcher, if asked, and then to `ranks`."""
         if launcher and self._process is not None:
             # First, so that it neither starts the ranks again nor records how they ended.
             self._process.kill()
@@ -93,14 +93,14 @@ class Training:
             send(rank, signal.SIGKILL)
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """End all processes."""
         # Listed first: when the launcher is dead they are no longer below it.
         processes = self._descendants()
         self.kill(processes, launcher=True)
         psutil.wait_procs(processes, timeout=ORPHAN_S)
 
     def arm(self, rank: int, fault: fault_injection.InjectedFault) -> None:
-        """Give `rank` its fault, at once or as soon as it is started."""
+        """Give `rank` its fault, at once or at its start."""
         file = fault_injection.fault_file(self.faults_folder, rank)
         draft = file.with_suffix(".draft")
         draft.write_text(str(fault), encoding="utf-8")
@@ -108,7 +108,7 @@ class Training:
         draft.replace(file)
 
     def is_armed(self, rank: int) -> bool:
-        """Whether the fault of `rank` is still to come."""
+        """Whether the fault of `rank` is pending."""
         return fault_injection.fault_file(self.faults_folder, rank).exists()
 
     def disarm(self) -> None:
@@ -117,16 +117,16 @@ class Training:
             file.unlink(missing_ok=True)
 
     def lines(self) -> list[Record]:
-        """The lines of metrics.jsonl, also those that a fault has destroyed."""
+        """The lines of metrics.jsonl, including those destroyed by a fault."""
         return self.histories[self.run.metrics.name].lines()
 
     def events(self) -> list[Record]:
-        """The same of events.jsonl."""
+        """The lines of events.jsonl, including those destroyed by a fault."""
         return self.histories[self.run.events.name].lines()
 
     @property
     def attempt(self) -> int:
-        """Of the newest attempt, by all events that there were."""
+        """Number of the newest attempt, from all events."""
         return max((event["attempt"] for event in self.events()), default=0)
 
     @property
@@ -149,7 +149,7 @@ class Training:
 
 
 class Tail:
-    """The lines of a metrics.jsonl as they come; only the newest is kept."""
+    """The new lines of a metrics.jsonl; only the newest is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -161,7 +161,7 @@ class Tail:
         self.num_lines = 0
 
     def update(self) -> None:
-        """Take in what was written since."""
+        """Read the lines written since."""
         try:
             with open_regular(self._path, what="a record of a run") as file:
                 file.seek(self._bytes)
@@ -179,7 +179,7 @@ class Tail:
                 self.num_lines += 1
 
     def go_to_end(self) -> None:
-        """Pass over all complete lines: the file was changed."""
+        """Skip all complete lines after a change of the file."""
         try:
             with open_regular(self._path, what="a record of a run") as file:
                 self._bytes = file.read().rfind(b"\n") + 1
@@ -188,19 +188,19 @@ class Tail:
 
 
 def own_environment() -> dict[str, str]:
-    """The variables of this process without those by which a command takes itself for a rank of the job it is in."""
+    """This process's variables, without those that make a command a rank of the current job."""
     outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", LAUNCHER_VARIABLE)
     return {name: value for name, value in os.environ.items() if name not in outer}
 
 
 def send(process: psutil.Process, signum: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
+    """Send a signal to a process, which may have ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signum)
 
 
 def wait_until_gone(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait for processes to end, at most `timeout_s`; returns those that have not."""
+    """Wait at most `timeout_s` for processes to end; returns those still running."""
     deadline = time.monotonic() + timeout_s
     left = list(processes)
     while left := [process for process in left if _is_alive(process)]:

@@ -1,4 +1,4 @@
-"""One run from its first step to its last under the faults of a queue."""
+"""One run, from its first step to its last, under the faults of a queue."""
 
 import re
 import signal
@@ -25,33 +25,33 @@ PATIENCE_SAVES = 8
 _MAX_FAILURES = 3
 
 Sign = Callable[[Lines], str | None]
-"""Of the events since a fault: what shows that it was not noticed; None: it was."""
+"""From the events since a fault: evidence that it was not detected; None: it was."""
 
 
 class Fault(Protocol):
-    """Something that goes wrong, once."""
+    """A fault that happens once."""
 
     @property
     def kind(self) -> str:
         """What it is, for the table."""
 
     def inject(self, run: "Runner") -> None:
-        """Let it happen to `run`, tell it so by `happened`, and mend what a user has to mend.
+        """Inject it into `run`, report it by `happened`, and repair as a user would.
 
-        May raise RunEnded before it has happened: then it comes in the next run.
+        May raise RunEnded before it has happened: it then moves to the next run.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is trained, as far as faults have to know it."""
+    """Facts about the training that faults need."""
 
     config: RunConfig
     processes: int
     checkpoint_bytes: int
     """Size of a checkpoint."""
     other_store: Path
-    """A store of the same sources, and other tokens."""
+    """A store with the same sources and other tokens."""
 
 
 @dataclass(kw_only=True)
@@ -60,39 +60,39 @@ class Injected:
 
     fault: Fault
     sign: Sign | None = None
-    """None: nobody has to notice it, as long as the run continues."""
+    """None: no detection is required, as long as the run continues."""
     first_event: int = 0
-    """Events before it."""
+    """Number of events before it."""
     first_line: int = 0
-    """Lines of metrics before it."""
+    """Number of metrics lines before it."""
     missed: str | None = None
-    """What `sign` said at the end of the run."""
+    """Result of `sign` at the end of the run."""
     recovered: bool = False
-    """Whether a step was taken after it."""
+    """Whether a step followed it."""
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """How a run went; filled while it goes."""
+    """Result of a run, filled as it proceeds."""
 
     injected: list[Injected] = field(default_factory=list)
     damaged: list[DamagedStep] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
-    """Processes of ranks that lived on after their launcher."""
+    """Processes of ranks that outlived their launcher."""
     failures: list[str] = field(default_factory=list)
-    """Ends of the command that no fault explains, and hangs."""
+    """Ends of the command without a fault, and hangs."""
     unreached: list[str] = field(default_factory=list)
-    """Phases that this program does not go through."""
+    """Phases that the program never reached."""
     finished: bool = False
     interrupted: bool = False
-    """Ctrl-C: nothing can be said of what it had not recovered from by then."""
+    """Whether Ctrl-C ended it; faults without recovery by then are not judged."""
     starts: int = 0
-    """How often the command was started."""
+    """Number of starts of the command."""
     seconds: float = 0.0
 
     @property
     def undetected(self) -> list[str]:
-        """The faults that were not noticed."""
+        """The faults that were not detected."""
         return [f"{one.fault}: {one.missed}" for one in self.injected if one.missed is not None]
 
 
@@ -101,17 +101,17 @@ class GivenUp(Exception):
 
 
 class RunEnded(Exception):
-    """All steps are done, before the fault could happen."""
+    """All steps were done before the fault could happen."""
 
 
 class Runner:
-    """Takes faults from `queue`, one at a time, until the run is finished or does not recover.
+    """Injects faults from `queue` one at a time, until the run is finished or does not recover.
 
     Args:
         training: the command, not started.
-        subject: what it trains.
+        subject: facts about the training.
         patience_s: time without a step after which the run counts as hanging.
-        report: called with each fault that was survived.
+        report: called with each survived fault.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Runner:
         self._last_change = time.monotonic()
 
     def run(self) -> Trial:
-        """To the end; no process is left, whatever happens."""
+        """Run to the end; ends all processes in any case."""
         began = time.monotonic()
         self.training.start()
         try:
@@ -166,7 +166,7 @@ class Runner:
         return self.trial
 
     def happened(self, fault: Fault, sign: Sign | None = None) -> None:
-        """Count `fault`; `sign` will be asked at the end of the run."""
+        """Count `fault`; `sign` is evaluated at the end of the run."""
         self.training.steps.update()
         lines, events = self.training.lines(), self.training.events()
         self.trial.injected.append(
@@ -177,7 +177,7 @@ class Runner:
         self._last_change = time.monotonic()
 
     def settle(self) -> None:
-        """The attempt is over: what comes from now on is by a later one."""
+        """End the attempt: later lines belong to later attempts."""
         self.training.steps.update()
         self._old_lines = self._old_attempts_lines = self.num_steps
         self._last_change = time.monotonic()
@@ -188,21 +188,21 @@ class Runner:
         return self.training.steps.num_lines
 
     def wait_for_first_step(self) -> None:
-        """Until an attempt after the newest fault has taken a step."""
+        """Wait until an attempt after the newest fault has taken a step."""
         self.wait(lambda: self.num_steps > self._old_attempts_lines)
 
     def wait_for_steps(self, number: int) -> None:
-        """Until so many more were taken."""
+        """Wait for `number` more steps."""
         first = self.num_steps
         self.wait(lambda: self.num_steps >= first + number)
 
     def pause(self, seconds: float) -> None:
-        """Let the run go on for so long."""
+        """Let the run continue for `seconds`."""
         until = time.monotonic() + seconds
         self.wait(lambda: time.monotonic() > until)
 
     def wait(self, until: Callable[[], bool], *, poll_s: float = POLL_S) -> None:
-        """Until `until()`, keeping the command running. Raises RunEnded or GivenUp."""
+        """Wait until `until()`, keeping the command running. Raises RunEnded or GivenUp."""
         while True:
             self._watch()
             if until():
@@ -213,14 +213,14 @@ class Runner:
             time.sleep(poll_s)
 
     def kill_everything(self) -> None:
-        """SIGKILL to the launcher and all ranks."""
+        """Send SIGKILL to the launcher and all ranks."""
         ranks = self.training.ranks()
         self.training.kill(ranks.values(), launcher=True)
         wait_until_gone(ranks.values(), ORPHAN_S)
         self.settle()
 
     def bring_down(self, ready: Callable[[], bool]) -> None:
-        """Kill everything when `ready()`, which then holds of what is left; nothing where the command has ended so."""
+        """Kill everything once `ready()` holds, which still holds afterwards; nothing if the command has ended so."""
         while not (self.training.has_ended and self._is_unfinished() and ready()):
             if self.training.is_finished:
                 self._end()
@@ -232,17 +232,18 @@ class Runner:
             self.kill_everything()
 
     def refused(self, exit_code: int, *patterns: str, more: Sequence[str] = ()) -> str | None:
-        """Start the command, with the arguments `more`: it must end as `ends` says, before it has trained."""
+        """Start the command with the arguments `more`: it must end as in `ends`, before training."""
         said = self.training.num_output_bytes
         self.training.start(*more)
         return self.ends(exit_code, *patterns, first_byte=said, most_steps=0)
 
     def ends(self, exit_code: int, *patterns: str, first_byte: int, most_steps: int) -> str | None:
-        """Wait until the command ends by itself; what is wrong with that, None: nothing. It has ended afterwards.
+        """Wait until the command ends; returns the fault in its end, or None. The command has ended afterwards.
 
         Args:
-            exit_code, patterns: with which it must end, and what must be matched in its output from `first_byte` on.
-            most_steps: more that it may take.
+            exit_code: required exit code.
+            patterns: required matches in its output from `first_byte` on.
+            most_steps: number of further steps allowed.
         """
         first, deadline = self.num_steps, time.monotonic() + self.patience_s
         wrong = None
@@ -261,13 +262,13 @@ class Runner:
         if self.training.exit_code != exit_code:
             wrong = f"it ended with {self.training.exit_code}, not {exit_code}"
         elif missing := [pattern for pattern in patterns if re.search(pattern, output, re.MULTILINE) is None]:
-            wrong = f"it did not say {missing[0]!r}"
+            wrong = f"it did not print {missing[0]!r}"
         if wrong is not None:
             wrong += f": {' / '.join(output.splitlines()[-3:])}"
         return wrong
 
     def kill_what_is_left(self, processes: Sequence[psutil.Process]) -> None:
-        """SIGKILL to processes that should have ended."""
+        """Send SIGKILL to processes that should have ended."""
         for process in processes:
             send(process, signal.SIGKILL)
         wait_until_gone(processes, ORPHAN_S)

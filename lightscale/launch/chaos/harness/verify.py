@@ -1,4 +1,4 @@
-"""The records of a run under faults, compared with those of the undisturbed run."""
+"""Comparison of the records of a run under faults with those of the undisturbed run."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 # What must be the same bit by bit; JSON gives back the numbers that were written.
 COMPARED = ("tokens", "loss", "grad_norm", "lr", "validation")
 GIVEN_UP = "checkpoints_given_up"
-"""The event of an attempt that was told to begin again at step 1."""
+"""Event of an attempt that was asked to start again at step 1."""
 SKIPPED = "data_skipped"
-"""The event of a jump over data."""
+"""Event of a jump over data."""
 _SHOWN = 20
 
 Lines = Sequence[Mapping[str, Any]]
@@ -30,19 +30,19 @@ class DamagedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is wrong with a run, as lines of text, and what it lost."""
+    """Faults of a run, as lines of text, and its losses."""
 
     compared: int
-    """Steps of all attempts that were compared with the undisturbed run."""
+    """Number of compared steps, over all attempts."""
     mismatches: tuple[str, ...]
     mismatched_lines: tuple[int, ...]
-    """Which line of metrics each of the first mismatches is in; the last ones are steps that are not there."""
+    """Line of metrics of each mismatch; the last ones are missing steps."""
     wrong_resumes: tuple[str, ...]
-    """Attempts that did not resume from the newest whole checkpoint, or began anew."""
+    """Attempts that did not resume from the newest intact checkpoint, or started again."""
     lost_steps: int
     """Steps taken more than once."""
     max_lost_steps: int
-    """Most that were lost at once."""
+    """Most steps lost at once."""
 
 
 def judge(
@@ -54,9 +54,9 @@ def judge(
     finished: bool = True,
     skip: Collection[int] = (),
 ) -> Verdict:
-    """Compare `lines`, of metrics.jsonl, with those of the `reference`, and follow `events`, of events.jsonl.
+    """Compare `lines` of metrics.jsonl with those of the `reference`, and follow `events` of events.jsonl.
 
-    `finished`: every step of the reference must be there. `skip`: numbers of lines that are not compared.
+    `finished`: every step of the reference must be present. `skip`: numbers of lines to leave out.
     """
     losses = lost_steps(lines, begun_again=_begun_again(events))
     mismatches = list(_mismatches(reference, lines, finished=finished, skip=skip))
@@ -71,7 +71,7 @@ def judge(
 
 
 def lost_steps(lines: Lines, begun_again: Collection[int] = ()) -> list[int]:
-    """For each attempt but the first, how many steps it did again; those `begun_again` were asked to do so."""
+    """Number of repeated steps of each attempt except the first; the attempts `begun_again` were asked to repeat."""
     reached, lost, attempt = 0, [], None
     for line in lines:
         if attempt is not None and line["attempt"] != attempt:
@@ -83,7 +83,7 @@ def lost_steps(lines: Lines, begun_again: Collection[int] = ()) -> list[int]:
 
 
 def undone(lines: Lines, events: Lines) -> set[int]:
-    """Which of the lines are of steps that a rollback has undone."""
+    """Indices of lines whose steps a rollback has undone."""
     # A rollback begins an attempt.
     rollbacks = [(event["attempt"], event["step"]) for event in events if event["event"] == "rollback"]
     return {
@@ -94,7 +94,7 @@ def undone(lines: Lines, events: Lines) -> set[int]:
 
 
 def jumps(events: Lines) -> list[tuple[int, int]]:
-    """Of each jump over data: tokens trained on before it, and tokens jumped over."""
+    """For each jump over data: tokens trained on before it, and tokens jumped over."""
     return [(event["at_tokens"], event["skip_tokens"]) for event in events if event["event"] == SKIPPED]
 
 
@@ -159,7 +159,7 @@ def _begun_again(events: Lines) -> set[int]:
 
 
 def missed_damage(since: Lines, damaged: DamagedStep) -> str | None:
-    """What is wrong in the events since a checkpoint was damaged; None: it was refused, with its file's name."""
+    """The fault in the events since a checkpoint was damaged; None: it was refused with its file's name."""
     resume = next((event for event in since if event["event"] == "resume"), None)
     where = f"{damaged.directory}/{damaged.file}"
     if resume is None:
@@ -173,7 +173,7 @@ def missed_damage(since: Lines, damaged: DamagedStep) -> str | None:
 
 
 def shown(texts: Iterable[str]) -> list[str]:
-    """The first of them, and how many more there are."""
+    """The first texts, and the number of the rest."""
     every = list(texts)
     more = [f"… and {len(every) - _SHOWN} more"] if len(every) > _SHOWN else []
     return every[:_SHOWN] + more

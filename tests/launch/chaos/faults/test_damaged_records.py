@@ -42,7 +42,7 @@ def test_one_more_line_cannot_be_read_and_that_is_said(run: RunDirectory, record
         else:
             assert run.status_fault() is not None
         since = read_lines(run.events)[num_events:]
-        assert damaged_records._missed(since, record) == f"no event says that {record} is damaged"
+        assert damaged_records._missed(since, record) == f"no event reports the damage to {record}"
         run.recover_records()
         events: list[dict[str, Any]] = read_lines(run.events)
         assert damaged_records._missed(events[-1:], record) is None

@@ -128,7 +128,7 @@ def test_a_run_that_does_not_look_is_found(run_trial: RunTrial) -> None:
     faults: list[Fault] = [DamagedRecord(record="metrics.jsonl", way="zeros", seed=0), MissingCheckpoints(way=WAYS[0])]
     trial, verdict = run_trial("careless", deque(faults))
     assert [text.rpartition("): ")[2] for text in trial.undetected] == [
-        "no event says that metrics.jsonl is damaged",
+        "no event reports the damage to metrics.jsonl",
         "it took 1 steps",
     ]
     assert verdict.mismatches == (), "it began again at step 1"
