@@ -269,7 +269,7 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_of_two_exports_to_one_place_one_says_that_it_was_too_late(tmp_path: Path) -> None:
-    late = r"to: another process has written it meanwhile; choose another directory"
+    late = r"to: another process wrote it at the same time; use another directory"
     target = tmp_path / "to"
 
     def write() -> None:

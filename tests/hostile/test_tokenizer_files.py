@@ -37,7 +37,7 @@ def tiktoken_files(folder: Path, ranks: list[tuple[bytes, object]], special: dic
         ([(b"ab", 7)], {"<|endoftext|>": 300}, "both have the id 7"),
         ([(b"ab", 10**9)], {"<|endoftext|>": 256}, "has the id 1000000000: must be"),
         ([(b"ab", 10**6)], {"<|endoftext|>": 256}, "ids must be contiguous"),
-        ([(b"a", 256)], {"<|endoftext|>": 257}, "a token has two ranks"),
+        ([(b"a", 256)], {"<|endoftext|>": 257}, "a token occurs twice"),
         ([(b"ab", "9" * 5000)], {"<|endoftext|>": 256}, "damaged tokenizer files"),
     ],
 )

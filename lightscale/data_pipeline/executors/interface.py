@@ -108,9 +108,8 @@ class HandsOut(Generic[_Handle]):
                 num_losses = (num_losses if len(lost) == len(ended) else 0) + bool(lost)
                 if num_losses > MOST_LOSSES:
                     raise UserError(
-                        f"{step}: workers died {num_losses} times (out of memory, or killed) and finished no task "
-                        "between; finished work is kept: run the same command again, with fewer workers if memory was "
-                        "short"
+                        f"{step}: workers died {num_losses} times (out of memory or killed) without finishing a task; "
+                        f"finished work is kept: run the same command again, with fewer workers if memory ran out"
                     )
                 meter.show(min(max(done, self._bytes_in_hand()), sum(sizes)))
         finally:

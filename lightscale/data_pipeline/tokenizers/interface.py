@@ -83,15 +83,15 @@ def check_ids(ids: Iterable[tuple[object, object]], *, origin: str) -> None:
             )
         if tokens.setdefault(number, token) != token:
             raise UserError(
-                f"{origin}: the tokens {_shown(tokens[number])} and {_shown(token)} both have the id {number}; "
-                "every token has its own"
+                f"{origin}: the tokens {_shown(tokens[number])} and {_shown(token)} both have the id {number}; every "
+                "token needs its own id"
             )
     if not tokens:
         raise UserError(f"{origin}: the vocabulary has no tokens")
     if (unused := max(tokens) + 1 - len(tokens)) > _MOST_UNUSED:
         raise UserError(
             f"{origin}: the largest id is {max(tokens)}, of {_shown(tokens[max(tokens)])}, but there are "
-            f"{len(tokens)} tokens: {unused} ids are unused; ids must be contiguous, but for {_MOST_UNUSED}"
+            f"{len(tokens)} tokens: {unused} ids are unused; use at most {_MOST_UNUSED}"
         )
 
 
@@ -108,4 +108,4 @@ def read_file(path: Path) -> bytes:
         # Links are followed: model hubs keep the files of a tokenizer as links into their cache.
         return read_regular(path, what="a file of a tokenizer", most_bytes=_MOST_BYTES, follow_links=True)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; a tokenizer was expected there") from error
+        raise UserError(f"{path}: {error.strerror}; expected a tokenizer file") from error

@@ -200,5 +200,5 @@ def test_mistakes(make_run: MakeRun, write_store: WriteStore, tmp_path: Path) ->
     manifest.write_text(json.dumps({"store": TokenStore(config.data.store).fingerprint()}))
     run_loader(run)
     manifest.write_text(json.dumps({"store": "another"}))
-    with pytest.raises(UserError, match=r"not the store that .* was trained on .* checkpoints have another"):
+    with pytest.raises(UserError, match=r"not the training data of .* checkpoints have another"):
         run_loader(run)

@@ -119,7 +119,9 @@ def test_other_stores_names_or_weights_are_refused_on_resume(
         ({"web": stores["web"], "c": stores["code"]}, {"web": 3, "c": 1}, "source code/a: .* None now"),
         ({"web": stores["web"]}, {"web": 3}, "source code/a: .* None now"),
     ):
-        with pytest.raises(UserError, match=rf"^web \(.*/web\).*the data is not what this run.*{message}"):
+        with pytest.raises(
+            UserError, match=(rf"^web \(.*/web\).*the data differs from the data of the earlier steps.*{message}")
+        ):
             make_loader(open_stores(config(changed, weights))).load_state_dict(state)
 
 

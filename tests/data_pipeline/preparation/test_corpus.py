@@ -90,10 +90,10 @@ def with_weights(**weights: float | None) -> dict[str, Any]:
     [
         (
             with_weights(a=0.5, b=0.3),
-            "weight: 0.5 + 0.3 is 0.8, but weights are shares that add up to 1; use a = 0.625, b = 0.375",
+            "weight: 0.5 + 0.3 is 0.8, but weights must add up to 1; use a = 0.625, b = 0.375",
         ),
         (with_weights(a=0.5, b=None), "weight: a has one and b not; set it for all sources, or for none"),
-        (with_weights(a=2.0), "weight: 2 is 2, but weights are shares"),
+        (with_weights(a=2.0), "weight: 2 is 2, but weights must add up"),
         (with_source(weight=0.0), "sources.a.weight = 0.0: must be a number > 0"),
         ({}, "sources is missing; it must be a table of NAME = a table"),
         ({"sources": {}}, "sources = {}: must be a table of NAME = a table, not empty"),
@@ -105,7 +105,7 @@ def with_weights(**weights: float | None) -> dict[str, Any]:
         (with_source() | {"duplicates": {"fuzzy": True}}, "unknown key duplicates.fuzzy; there are exact, near"),
         (with_source(language="fr"), 'sources.a.language = "fr": must be "en" or "zh" or "code" or "other"'),
         (with_source(validation=1.0), "sources.a.validation = 1.0: must be a number >= 0 and < 1"),
-        (with_source(filters={"size": False}), "sources.a: filters = {size = false} without a language"),
+        (with_source(filters={"size": False}), "sources.a: filters = {size = false} : the table changes"),
         (with_source(language="en", filters={"sice": False}), "sources.a: filter rule 'sice': did you mean 'size'?"),
         (with_source() | {"validation": -0.1}, "validation = -0.1: must be a number >= 0 and < 1"),
         (with_source() | {"tokenizer": "tiktoken:x", "vocab_size": 5}, "vocab_size = 5: tokenizer"),

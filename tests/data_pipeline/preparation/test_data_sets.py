@@ -117,7 +117,9 @@ def test_splits_on_the_hub_are_not_mixed(tmp_path: Path, train: str, test: str, 
         parquet.write_table(pyarrow.table(ROWS), tmp_path / f"blob{number}")
         (tmp_path / "snapshots" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "snapshots" / name).symlink_to(tmp_path / f"blob{number}")
-    with pytest.raises(UserError, match=r"a data set with the splits \w+, \w+; .* name the one to train on") as refused:
+    with pytest.raises(
+        UserError, match=(r"a data set with the splits \w+, \w+; .* use the path of one split")
+    ) as refused:
         documents_of(tmp_path / "snapshots")
     suggested = str(refused.value).rpartition(" like ")[2]
     assert suggested == str(tmp_path / "snapshots" / example)

@@ -40,7 +40,7 @@ def test_languages_are_told_apart() -> None:
     above = {"languages": {"keep": [language], "min_probability": probability + 0.001}}
     assert judged([above], "a port").rule == "languages.uncertain"
     assert judged([above], "a port").score == probability
-    with pytest.raises(UserError, match=r'no language "english" can be told; use some of .*en'):
+    with pytest.raises(UserError, match=r'language "english" cannot be detected; use some of .*en'):
         judged([{"languages": ["english"]}], ENGLISH)
 
 

@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "truth": ({"topic": True}, r"the class is true; it must be"),
     "lines": ({"topic": "a\nb"}, r'the class is "a\\nb"; it must be .* printable'),
     "half a character": ({"topic": "\ud800"}, r"the class is .*printable"),
-    "none of the list": ({"topic": "chess"}, r"the class chess is none of classes = art, sport; add it there"),
+    "none of the list": ({"topic": "chess"}, r"the class chess is not in classes = art, sport; add it there"),
 }
 
 

@@ -148,7 +148,7 @@ def test_what_fails_for_good_is_refused_when_listed_and_counted_when_read(web: s
     with pytest.raises(UserError, match=r"none\.jsonl: the server has no such file$"):
         read_all(f"{web}/none.jsonl")
     assert Failing.requests <= 3  # not asked for again
-    with pytest.raises(UserError, match=r"/: a server's directories cannot be listed; name its files"):
+    with pytest.raises(UserError, match=r"/: directories of a server cannot be listed; list its files"):
         read_all(f"{web}/")
     problems, options = Problems(), ReadOptions()
     (file,) = FileLister(problems).files([f"{web}/d.jsonl"])

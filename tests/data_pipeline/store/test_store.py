@@ -247,7 +247,7 @@ def test_a_limit_on_file_size_is_met_like_a_full_disk(
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     (tmp_path / "file").write_text("")
     writer = StoreWriter(tmp_path / "file" / "store", byte_tokenizer)
-    with pytest.raises(UserError, match=r"file/store: .*file cannot be made"), writer:
+    with pytest.raises(UserError, match=r"file/store: cannot create .*file"), writer:
         pytest.fail("the writer began")
 
 
@@ -274,7 +274,7 @@ def test_a_missing_store(tmp_path: Path) -> None:
         (lambda path: edit_attributes(path, format="other"), r"store/zarr\.json: format 'other'"),
         (lambda path: edit_attributes(path, format_version=9), r"store/zarr\.json: format version 9, .* reads 1 to 2"),
         (lambda path: edit_attributes(path, tokenizer={}), r"store/zarr\.json: damaged attributes"),
-        (lambda path: edit_attributes(path / "code", tokens=7), r"code/tokens: \d+ values, its source says 7"),
+        (lambda path: edit_attributes(path / "code", tokens=7), r"code/tokens: \d+ values instead of 7"),
         (lambda path: edit_attributes(path / "code", documents=2), r"code/doc_ends: 3 values, .* says 2"),
         (lambda path: edit_attributes(path / "code", bytes=None), r"code/zarr\.json: damaged attributes"),
         (

@@ -55,7 +55,7 @@ def test_while_it_agrees_the_fast_encoder_encodes(byte_tokenizer: TiktokenTokeni
     assert checked.num_compared == 7 + 8  # the texts at the beginning, and of 500 the least number
     assert same(checked.encode_batch(TEXTS * 4), byte_tokenizer.encode_batch(TEXTS * 4))
     assert checked.num_compared == 7 + 8 + 20  # 1 in 100 of 2000
-    assert fast_path_notes(checked) == ["fast 1.0 encodes; a sample of every batch agreed with bytes"]
+    assert fast_path_notes(checked) == ["fast 1.0 encodes; a sample of every batch matched bytes"]
     same_things = ("name", "vocab_size", "eot_id", "sha256")
     assert [getattr(checked, name) for name in same_things] == [getattr(byte_tokenizer, name) for name in same_things]
     assert checked.decode(checked.encode("a字")) == "a字"
