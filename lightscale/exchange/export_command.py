@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
     add("--to", type=path_argument, required=True, metavar="PATH", help="the new directory to write")
     default, *_ = FORMATS
-    formats = "whose classes load it: fla's (flash-linear-attention) where they compute the same (default: %(default)s)"
+    formats = (
+        "classes that load the export; fla (flash-linear-attention) if they compute the same (default: %(default)s)"
+    )
     add("--format", choices=tuple(FORMATS), default=default, help=formats)
     dtypes = "number format of the weights (default: %(default)s); angles, decays and bounds stay fp32"
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help=dtypes)
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size,
         default="5GB",
         metavar="SIZE",
-        help="of a file at most, such as 500MB or 5GB (default)",
+        help="maximum size of a file, such as 500MB or 5GB (default)",
     )
 
 
@@ -39,7 +41,7 @@ def size(given: str) -> int:
     match = _SIZE.fullmatch(given)
     found = int(float(match["number"]) * _UNITS[match["unit"].upper()]) if match else 0
     if found < 10**6:
-        raise argparse.ArgumentTypeError(f"{shortened(given)!r} is no size of 1MB or more, such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{shortened(given)!r}: use a size of at least 1MB, such as 500MB or 5GB")
     return found
 
 

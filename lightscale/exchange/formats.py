@@ -69,7 +69,7 @@ class ExportFormat(ABC):
 def format_named(name: str) -> ExportFormat:
     """The format ``name`` of ``FORMATS``; imports torch. UserError where there is none."""
     if name not in FORMATS:
-        raise UserError(f"no format of exports is called {name!r}; use one of {', '.join(FORMATS)}")
+        raise UserError(f"unknown export format {name!r}; use one of {', '.join(FORMATS)}")
     module, _, cls = FORMATS[name].partition(":")
     found: ExportFormat = getattr(importlib.import_module(module), cls)()
     return found

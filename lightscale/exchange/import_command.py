@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the run, and say on stderr how to use it."""
     target: Path = args.run if len(args.run.parts) > 1 else RUNS / args.run
     if not (args.directory / "config.json").is_file():
-        raise UserError(f"{args.directory}: no model there; expected config.json beside files of tensors")
+        raise UserError(f"{args.directory}: no model; expected config.json and files of tensors")
     # Behind the arguments, as it imports torch.
     from lightscale.exchange.imported import import_model  # noqa: PLC0415
 

@@ -50,7 +50,7 @@ class TextModel(LibraryModel[CausalModel]):
         ids = self.ids(text)
         ids = ids.view(-1, ids.size(-1))
         if ids.size(1) < 2:
-            raise UserError("the text has no token whose loss could be said; it is empty, or ids are only one")
+            raise UserError("the text has no token to score: it is empty or has one id")
         total, states = 0.0, None
         # The logits of a long text would be by far the largest tensor.
         for start in range(0, ids.size(1) - 1, PREFILL_TOKENS):
@@ -136,7 +136,7 @@ class TextModel(LibraryModel[CausalModel]):
         rows = torch.tensor([ids], device=self.device)
         for part in rows.split(PREFILL_TOKENS, dim=1):
             logits, states = self.module(part, states, last_only=True)
-        assert states is not None, "no token to feed"
+        assert states is not None, "no token to read"
         return logits[0, -1], states
 
 
@@ -180,14 +180,14 @@ def _opened(source: str | PathLike[str]) -> OpenedModel:
     if is_export(path):
         return open_export(path)
     if path.is_dir() and not (path / "config.toml").exists():
-        raise UserError(f"{path} is neither a run (config.toml) nor an export (config.json)")
+        raise UserError(f"{path}: not a run (config.toml) or an export (config.json)")
     run, step = split_step(str(source))
     return open_run(choose_run(run_path(run), step=step, any_task=True))
 
 
 def _device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device = {name!r}: expected one of auto, cpu, cuda")
+        raise UserError(f"device = {name!r}: use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu'")
+        raise UserError("device = 'cuda', but PyTorch finds no GPU; use 'auto' or 'cpu'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

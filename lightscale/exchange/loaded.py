@@ -58,7 +58,7 @@ class LibraryModel(Generic[Module]):
             text = self._encoded(text)
         found = torch.as_tensor(text, dtype=torch.int64, device=self.device)
         if found.dim() not in (1, 2) or not found.numel():
-            raise UserError(f"ids must be (n,) or (b, n), one at least; got the shape {tuple(found.shape)}")
+            raise UserError(f"ids must be (n,) or (b, n) with at least one id; got the shape {tuple(found.shape)}")
         rows = self.module.shape.vocab_size
         if int(found.min()) < 0 or int(found.max()) >= rows:
             raise UserError(f"ids must be from 0 to {rows - 1}; got {int(found.min())} to {int(found.max())}")
@@ -75,7 +75,7 @@ class LibraryModel(Generic[Module]):
     def embed(self, text: str | Sequence[int] | Tensor, pooling: Literal["mean", "last"] = "mean") -> Tensor:
         """(d,) of a text, or (b, d) for rows of ids: the mean of its tokens' last states, or that of the last one."""
         if pooling not in ("mean", "last"):
-            raise UserError(f"pooling = {pooling!r}: expected mean or last")
+            raise UserError(f"pooling = {pooling!r}: use mean or last")
         ids = self.ids(text)
         found = pooled(self.module.model(ids.view(-1, ids.size(-1)))[0], None, pooling)
         return found if ids.dim() == 2 else found[0]
@@ -90,8 +90,8 @@ class _PredictsNoText(LibraryModel[Module]):
     def generate(self, *args: object, **kwargs: object) -> NoReturn:
         """UserError: such a model does not continue a text."""
         raise UserError(
-            f'{self.origin}: its task is "{self.module.shape.task}": only a model that predicts the next token, '
-            f'task.name = "causal", generates text; this one has {self._has}, logits and embed'
+            f'{self.origin}: its task is "{self.module.shape.task}": only models that predict the next token '
+            f'(task.name = "causal") generate text; this model has {self._has}, logits and embed'
         )
 
     def stream(self, *args: object, **kwargs: object) -> NoReturn:
@@ -126,7 +126,7 @@ class FillMaskModel(_PredictsNoText[MaskedModel]):
         """For each mask of a text, or of its ids, the ``top`` tokens that are most probable there."""
         ids = self.ids(text)
         if ids.dim() != 1 or not (ids == self.mask_id).any():
-            raise UserError(f"no mask in the text; write {MASK_TEXT} for each token that is to be predicted")
+            raise UserError(f"no mask in the text; write {MASK_TEXT} for each token to predict")
         if top < 1:
             raise UserError(f"top = {top}: must be at least 1")
         shares = self.logits(ids)[ids == self.mask_id].float().softmax(-1).topk(min(top, self.tokenizer.vocab_size))

@@ -356,7 +356,7 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
     ("overrides", "words"),
     [
         (["task.name=maskd"], 'task.name = "maskd": no task is called maskd; did you mean masked?'),
-        (["task.name=3"], "task.name = 3: no task is called 3; known: causal, masked, classify"),
+        (["task.name=3"], "task.name = 3: unknown task 3; use causal, masked or classify"),
         (["task.mlm_probability=0.3"], 'unknown key task.mlm_probability; it goes with task.name = "masked"'),
         ([*MASKED, "task.mlm_probabilit=0.3"], "unknown key task.mlm_probabilit; did you mean task.mlm_probability?"),
         ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, mlm_probability"),

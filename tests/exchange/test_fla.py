@@ -201,10 +201,10 @@ def plain_fla(monkeypatch: pytest.MonkeyPatch) -> None:
 REFUSED = {
     "tnl": "tnl: fla's lightning attention decays by",
     "hgrn2": "glu_activation = 'none' has no silu",
-    "cosformer2": "cosformer2: no class of fla has LRPE",
-    "lightnet": r"lightnet: fla's LightNet gates its output by silu\(x W_down W_up\), where ours does by sigmoid",
+    "cosformer2": "cosformer2: fla has no LRPE",
+    "lightnet": r"lightnet: fla's LightNet gates its output by silu\(x W_down W_up\), lightscale by sigmoid",
     "decay": "decay-attention: fla has no model of it",
-    "printed": "query_activation = 'none' has no silu.*'to_one' does not.*final_norm = false has none",
+    "printed": "query_activation = 'none' has no silu.*'to_one' does not.*use model.final_norm = true",
     "pairs": "causal-rn: fla has no model of it.*norm = 'layernorm' takes.*intermediate_size = 0 has none",
     "grouped": "not scaled.*attention_bias = 'all' adds.*hidden_size / num_heads = 64 / 8 wide, not head_dim = 10",
 }

@@ -142,7 +142,7 @@ def test_what_is_not_there_is_named(saved_runs: Path, tmp_path: Path) -> None:
     model = lightscale.load(saved_runs / "tnl")
     with pytest.raises(UserError, match="from 0 to 263"):
         model.logits([1, 264])
-    with pytest.raises(UserError, match="no token whose loss"):
+    with pytest.raises(UserError, match="no token to score"):
         model.loss("")
     with pytest.raises(UserError, match="tokens = 0"):
         model.generate("the", tokens=0)

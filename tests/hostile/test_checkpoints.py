@@ -86,7 +86,7 @@ def test_a_link_is_no_checkpoint_and_is_never_followed(victims: dict[Contents, V
     broken.symlink_to(tmp_path / "nothing")
     assert [name.step for name in list_checkpoints(checkpoints)] == [STEP, STEP + 1]
     for path, step in ((link, STEP), (broken, STEP + 1)):
-        with pytest.raises(DamagedCheckpoint, match=f"{path.name}: a symbolic link; a checkpoint is a directory"):
+        with pytest.raises(DamagedCheckpoint, match=f"{path.name}: a symbolic link; use a real directory"):
             verify(path, step)
     remove(checkpoints, [STEP, STEP + 1])
     assert list(checkpoints.iterdir()) == []

@@ -136,19 +136,19 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a manifest that is nested": (NAME, lambda body: nested(10_000), "nested"),
     "a fact that is nested": (NAME, lambda body: json.dumps(body)[:-1] + f', "x": {nested(40)}}}', "nested"),
     "a number of 5000 digits": (NAME, lambda body: json.dumps(body)[:-1] + f', "x": {"9" * 5000}}}', "JSON"),
-    "a key twice": (NAME, lambda body: json.dumps(body)[:-1] + ', "step": 20}', "'step' is there twice"),
+    "a key twice": (NAME, lambda body: json.dumps(body)[:-1] + ', "step": 20}', "duplicate key 'step'"),
     "a state that is a list": ("state.json", lambda state: [], "expected a JSON object"),
     "a state that is empty": ("state.json", lambda state: "", "JSON"),
     "a state that is nested": ("state.json", lambda state: nested(100_000), "nested"),
     "a state with a key twice": (
         "state.json",
         lambda state: json.dumps(state)[:-1] + ', "step": 20}',
-        "'step' is there twice",
+        "duplicate key 'step'",
     ),
     "a state of another step": ("state.json", setting("step", to=19), "expected step 20, found 19"),
     "a state without a step": ("state.json", without("step"), "step"),
     "optimizer: null": ("state.json", setting("optimizer", to=None), "optimizer"),
-    "no optimizer": ("state.json", without("optimizer"), "no counters of an optimizer"),
+    "no optimizer": ("state.json", without("optimizer"), "no optimizer counters"),
     "a negative counter": ("state.json", setting("optimizer", "adam_steps", to=-1), "optimizer.adam_steps"),
     "a counter that is text": ("state.json", setting("optimizer", "adam_steps", to="3"), "optimizer.adam_steps"),
     "a counter that is a fraction": ("state.json", setting("optimizer", "adam_steps", to=3.5), "optimizer.adam_steps"),
@@ -181,7 +181,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "skips in a row below 0": ("state.json", setting("guard", "skips_in_a_row", to=-1), "guard.skips_in_a_row"),
     "no torch generator": ("rank-00001.json", without("torch"), "rank-00001.json: torch"),
     "a torch generator that is short": ("rank-00000.json", setting("torch", to="00"), "rank-00000.json"),
-    "a torch generator of zeros": ("rank-00000.json", setting("torch", to="00" * 5056), "no state of a generator"),
+    "a torch generator of zeros": ("rank-00000.json", setting("torch", to="00" * 5056), "not a generator state"),
     "a torch generator of words": ("rank-00000.json", setting("torch", to="no hex"), "torch"),
     "a torch generator of huge size": ("rank-00000.json", setting("torch", to="00" * (1 << 20)), "at most 262144"),
     "Python's generator short": ("rank-00000.json", setting("python", 1, to=[1, 2]), "python.1"),
@@ -207,7 +207,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "whole numbers as weights": (
         TENSORS[0],
         setting(OUTPUT, "dtype", to="I32"),
-        "model.output.weight has numbers of F32, I32",
+        "model.output.weight has dtype F32, I32",
     ),
     "half numbers as weights": (TENSORS[0], setting(OUTPUT, "dtype", to="BF16"), "bytes"),
     "overlapping offsets": (TENSORS[0], moving(LAYER, -8), "begins at byte"),
@@ -228,10 +228,10 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a box of other dims": (TENSORS[0], setting(OUTPUT, "shape", to=[12]), "does not fit into"),
     "a box behind its tensor": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@3,0"), "does not fit into"),
     "a box that others hold": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@2,0"), "is held 0 times at (0, 0)"),
-    "a box below 0": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@-1,0"), "no name of a box"),
-    "a box without an offset": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight"), "no name of a box"),
-    "a name that cannot be printed": (TENSORS[0], box_renamed(OUTPUT, "model.\x1b[2J@0,0"), "no name of a box"),
-    "a name of half a pair": (TENSORS[0], box_renamed(OUTPUT, "model.\ud800@0,0"), "no name of a box"),
+    "a box below 0": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@-1,0"), "not a box name"),
+    "a box without an offset": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight"), "not a box name"),
+    "a name that cannot be printed": (TENSORS[0], box_renamed(OUTPUT, "model.\x1b[2J@0,0"), "not a box name"),
+    "a name of half a pair": (TENSORS[0], box_renamed(OUTPUT, "model.\ud800@0,0"), "not a box name"),
     "a box with more to it": (TENSORS[0], setting(OUTPUT, "sparse", to=True), f"{OUTPUT}.sparse"),
     "a box that is a number": (TENSORS[0], setting(OUTPUT, to=4), OUTPUT),
     "a header that is a list": (TENSORS[0], lambda header: [header], "expected a JSON object"),
@@ -239,7 +239,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a header with a key twice": (
         TENSORS[0],
         lambda header: json.dumps(header)[:-1] + f', "{OUTPUT}": 1}}',
-        "is there twice",
+        "duplicate key",
     ),
 }
 
@@ -275,11 +275,11 @@ def test_moments_among_weights_alone(alone: Victim) -> None:
     for rank in range(2):
         alone.edit(TENSORS[rank], lambda header: json.dumps(header).replace("model.norm", "exp_avg.norm"))
     alone.seal()
-    assert "exp_avg.norm.weight, and holds weights alone" in (outcome(alone) or "")
+    assert "exp_avg.norm.weight, and holds only weights" in (outcome(alone) or "")
     alone.repair()
     alone.edit("state.json", setting("optimizer", to={}))
     alone.seal()
-    assert "has the counters of an optimizer, and holds weights alone" in (outcome(alone) or "")
+    assert "has optimizer counters, and holds only weights" in (outcome(alone) or "")
 
 
 def test_moments_of_other_tensors(victim: Victim) -> None:
@@ -405,10 +405,10 @@ def test_no_weight_changes_before_all_is_checked(run_ranks: Any, tmp_path: Path)
     assert whole == ("whole", "accepted", False)
     expected = {case: CASES[case][2] for case in RESTORED if case != "another count of tokens"} | {
         "another count of tokens": "expected 192 tokens as in MANIFEST.json, found 4864",
-        "other counters": "expected the counters adam_steps of the optimizer, found sgd_steps",
+        "other counters": "expected the optimizer counters adam_steps, found sgd_steps",
         "other tokens": "expected 96 tokens after 1 steps of 96, found 192",
         "no guard": "state.json: has no guard",
-        "no tokenizer": "its fingerprint of the data has no tokenizer",
+        "no tokenizer": "the data fingerprint has no tokenizer",
     }
     assert len(refused) == len(expected)
     for case, message, same in refused:

@@ -77,7 +77,7 @@ class NeedlesSettings(TaskSettings):
     distractors: _Count = 9
     """Other values, whose log-likelihoods are compared with that of the right one."""
     generate: bool = False
-    """Whether text is generated and searched for the value; else exact and word_recall are of greedy decoding, known
+    """Whether text is generated and searched for the value; else exact and word_recall are in greedy decoding, known
     from log-likelihoods. Slower: nothing is shared by what is generated."""
     grade: Literal["word_recall", "exact", "first"] = "word_recall"
     """What a cell of the paper's scores and of the picture is."""
@@ -91,19 +91,19 @@ class NeedlesSettings(TaskSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if sorted(set(self.lengths)) != self.lengths:
-            raise ValueError(f"lengths = {self.lengths}: must rise")
+            raise ValueError(f"lengths = {self.lengths}: use ascending lengths")
         if self.answer.count("{value}") != 1 or "{key}" not in self.answer.partition("{value}")[0]:
-            raise ValueError(f"answer = {self.answer!r}: must have {{key}} and then {{value}}, once")
+            raise ValueError(f"answer = {self.answer!r}: must contain {{key}} and then {{value}}, once each")
         if not self.wording.asked().strip():
-            raise ValueError("question and answer: nothing is asked before {value}")
+            raise ValueError("question and answer: no text before {value}")
         for name in ("keys", "words"):
             given = getattr(self, name)
             if len(set(given)) != len(given) or any(len(one.split()) != 1 for one in given):
-                raise ValueError(f"{name}: must be single words, each once")
+                raise ValueError(f"{name}: use single words, each once")
         if len(self.words) < self.answer_words + self.distractors:
             raise ValueError(
-                f"words: {len(self.words)} of them are too few for answer_words = {self.answer_words} and "
-                f"distractors = {self.distractors}; needs at least their sum"
+                f"words: {len(self.words)} words are too few for answer_words = {self.answer_words} and "
+                f"distractors = {self.distractors}; use at least their sum"
             )
         return self
 
@@ -166,8 +166,8 @@ class Needles(Task):
         reserve = 1 + longest_answer + max(needle.num_tokens for needle in needles.values())
         if settings.lengths[0] <= reserve:
             raise UserError(
-                f"{self.name}: lengths has {settings.lengths[0]}, but needle, question and answer alone take {reserve} "
-                "tokens; use longer ones"
+                f"{self.name}: lengths has {settings.lengths[0]}, but needle, question and answer alone take "
+                f"{reserve} tokens; use longer lengths"
             )
         rooms = [length - reserve for length in settings.lengths]
         requests: list[Request] = []
@@ -286,8 +286,8 @@ class Needles(Task):
     def definitions(self) -> dict[str, str]:
         """Of the scores."""
         settings = self.settings
-        by = "in the text that the model writes" if settings.generate else "of greedy decoding"
-        order = "whatever their order" if settings.generate else "each behind the right words before it"
+        by = "in the generated text" if settings.generate else "in greedy decoding"
+        order = "in any order" if settings.generate else "each after the right words before it"
         return {
             "accuracy": f"mean of {settings.grade} over lengths and depths",
             "weighted_accuracy": "Σ w·grade / Σ w with w = depth_ratio^i · length_ratio^j",
@@ -296,8 +296,8 @@ class Needles(Task):
             "exact": f"share of prompts with the whole value, {by}",
             "word_recall": f"share of the words of the value, {by}, {order}",
             "first": f"share of prompts whose value is more probable than all {settings.distractors} distractors",
-            "rank": f"mean place of the value among it and {settings.distractors} distractors by log-likelihood: 1 is "
-            f"best, {(settings.distractors + 2) / 2} is by chance",
+            "rank": f"mean rank of the value among itself and {settings.distractors} distractors by log-likelihood: 1 "
+            f"is best, {(settings.distractors + 2) / 2} is chance level",
         }
 
 

@@ -139,8 +139,8 @@ def test_of_paths_every_document_stays_unless_a_language_is_given(
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "0"], "--workers 0: use at least 1"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "2", "--mpi"], "--workers and --executor mpi"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "2", "--executor", "ray"], "executor ray: use only"),
-        (["verify", "{tmp}/nowhere"], "no token store there"),
-        (["inspect", "{tmp}/nowhere"], "no token store there"),
+        (["verify", "{tmp}/nowhere"], "no token store"),
+        (["inspect", "{tmp}/nowhere"], "no token store"),
         (["inspect", "{tmp}"], "it has no zarr.json"),
     ],
 )

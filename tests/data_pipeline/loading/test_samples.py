@@ -190,7 +190,7 @@ def test_mistakes(make_run: MakeRun, write_store: WriteStore, tmp_path: Path) ->
     run, config = make_run()
     for step in ("0", str(NUM_STEPS + 1)):
         args = arguments(str(run), "--step", step)
-        with pytest.raises(UserError, match=f"--step {step}: .* has the steps 1 … {NUM_STEPS}"):
+        with pytest.raises(UserError, match=f"--step {step}: .* has steps 1 to {NUM_STEPS}"):
             args.run_data(args)
     with pytest.raises(UserError, match=r"there is no run .*other"):
         run_loader(tmp_path / "other")

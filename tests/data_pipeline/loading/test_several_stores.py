@@ -161,7 +161,7 @@ def test_stores_that_do_not_go_together_are_named(
     shutil.copytree(stores["code"].path, tmp_path / "copy")
     with pytest.raises(UserError, match=r"data\.stores\.again = .*copy holds the same as data\.stores\.code = "):
         SeveralStores({"code": stores["code"].path, "again": tmp_path / "copy"})
-    with pytest.raises(UserError, match="nowhere: no token store there"):
+    with pytest.raises(UserError, match="nowhere: no token store"):
         SeveralStores({"web": stores["web"].path, "x": tmp_path / "nowhere"})
     with pytest.raises(UserError, match=r"no source 'code/b'; it has web/a, web/b, web/b-validation, code/a"):
         make_loader(open_stores(config(stores)), sources={"code/b": 1.0})

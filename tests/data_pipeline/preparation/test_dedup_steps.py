@@ -331,7 +331,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
     with KeyFile(path, "near") as file:
         file.take(KEY_SPACE // 2)
         path.write_bytes(path.read_bytes()[:20_000])
-        with pytest.raises(UserError, match="near-0000: it became shorter while it was read"):
+        with pytest.raises(UserError, match="near-0000: truncated while it was read"):
             file.take(KEY_SPACE)
     with pytest.raises(UserError, match="absent: No such file or directory; expected a file of near records"):
         merge_key_files([tmp_path / "near-0000", tmp_path / "absent"], "near", tmp_path / "merged")

@@ -252,7 +252,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, byte_tokenizer:
 
 
 def test_a_missing_store(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no token store there"):
+    with pytest.raises(UserError, match="nowhere: no token store"):
         TokenStore(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no zarr\.json"):
         TokenStore(tmp_path)

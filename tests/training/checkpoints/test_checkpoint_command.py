@@ -115,7 +115,7 @@ def test_prune(run: RunDirectory, command: Command) -> None:
     # Copies under other names are no good checkpoints.
     assert command("prune", str(run.path), "--keep", "3")[1].startswith("nothing removed: only 2 of the checkpoints")
     code, text, _ = command("prune", str(run.path), "--dry-run", "--keep-every", "10")
-    assert (code, text) == (0, "would be removed: 5; the newest whole ones: 20, 40\n")
+    assert (code, text) == (0, "would be removed: 5; newest intact checkpoints: 20, 40\n")
     assert list_steps(run.checkpoints) == [5, 10, 20, 40]
     stored = load(run.config)
     exporting = stored.checkpoint.model_copy(update={"export_every": 5})
@@ -137,7 +137,7 @@ def test_a_run_that_a_job_holds_is_not_pruned(run: RunDirectory, command: Comman
         assert f"{run.path} is in use by process" in errors
         assert command("prune", str(run.path), "--dry-run")[:2] == (
             0,
-            "would be removed: 10; the newest whole ones: 20, 40\n",
+            "would be removed: 10; newest intact checkpoints: 20, 40\n",
         )
     assert list_steps(run.checkpoints) == [10, 20, 40]
     assert command("prune", str(run.path))[0] == 0
