@@ -59,7 +59,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("cancel runs/first", 0, "has no job"),
     ("submit tiny-run.toml --dry-run --nodes 2 --time 1:00:00 --processes 1", 0, "#SBATCH"),
     ("data inspect store", 0, "text"),
-    ("data trace runs/first", 0, "no step was skipped"),
+    ("data trace runs/first", 0, "no skipped step"),
     ("data trace runs/first --spike 99", 78, "has steps 1 to"),
     ("data add store tiny-run.toml --out more", 78, "unknown key"),
     ("evaluate runs/first --tasks perplexiti", 2, "did you mean perplexity?"),

@@ -180,7 +180,7 @@ def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "figures")
-    parser.add_argument("--png", action="store_true", help="PNG files instead, to look at")
+    parser.add_argument("--png", action="store_true", help="write PNG files instead, for viewing")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     mpl.use("Agg")

@@ -137,8 +137,8 @@ class Operator:
         known = BackendName.__args__  # type: ignore[attr-defined]
         if not self.name or len(set(names)) < len(names) or not set(names) <= set(known):
             raise UserError(
-                f"operator {self.name!r}: back-ends {', '.join(names) or 'none'}; an operator has a name, and each "
-                f"back-end once, out of {', '.join(known)}"
+                f"operator {self.name!r}: back-ends {', '.join(names) or 'none'}; set a name, and list each back-end "
+                f"once, out of {', '.join(known)}"
             )
 
     @property
@@ -151,7 +151,7 @@ class Operator:
         for backend in self.backends:
             if backend.name == name:
                 return backend
-        raise UserError(f"{self.name} has no backend {name!r}; known here: {', '.join(self.backend_names) or PYTORCH}")
+        raise UserError(f"{self.name} has no backend {name!r}; use {', '.join(self.backend_names) or PYTORCH}")
 
     @property
     def chunk_size(self) -> int:
@@ -163,7 +163,7 @@ class Operator:
         for backend in self.backends:
             if backend.chunk_size is not None:
                 return backend.chunk_size
-        raise UserError(f"operator {self.name!r} has no back-end with a chunk_size, by which FLOPs could be counted")
+        raise UserError(f"operator {self.name!r} has no back-end with a chunk_size to count FLOPs")
 
 
 _OPERATORS: dict[str, Operator] = {}
@@ -177,7 +177,7 @@ def register(operator: Operator) -> Operator:
     """
     known = _OPERATORS.setdefault(operator.name, operator)
     if known != operator:
-        raise UserError(f"operator {operator.name!r} is registered already, with another description: {known}")
+        raise UserError(f"operator {operator.name!r} is already registered with a different description: {known}")
     return known
 
 
@@ -185,8 +185,8 @@ def get_operator(name: str) -> Operator:
     """The operator called ``name``; UserError with the known ones otherwise."""
     if name not in _OPERATORS:
         raise UserError(
-            f"no operator {name!r}; known: {', '.join(sorted(_OPERATORS))}; "
-            "another one is described by lightscale.kernels.operators.register"
+            f"no operator {name!r}; use one of {', '.join(sorted(_OPERATORS))}, or add one with "
+            "lightscale.kernels.operators.register"
         )
     return _OPERATORS[name]
 

@@ -205,7 +205,7 @@ REFUSED = {
     "lightnet": r"lightnet: fla's LightNet gates its output by silu\(x W_down W_up\), lightscale by sigmoid",
     "decay": "decay-attention: fla has no model of it",
     "printed": "query_activation = 'none' has no silu.*'to_one' does not.*use model.final_norm = true",
-    "pairs": "causal-rn: fla has no model of it.*norm = 'layernorm' takes.*intermediate_size = 0 has none",
+    "pairs": "causal-rn: fla has no model of it.*norm = 'layernorm' subtracts.*intermediate_size = 0 has none",
     "grouped": "not scaled.*attention_bias = 'all' adds.*hidden_size / num_heads = 64 / 8 wide, not head_dim = 10",
 }
 

@@ -85,7 +85,7 @@ def test_a_saved_data_set_gives_its_rows_in_their_order(save: Save, tmp_path: Pa
         *(f"set/data-00001-of-00002.arrow@{row}" for row in range(2)),
     ]
     (tmp_path / "set" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow is missing, which state\.json lists"):
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow is missing; state\.json lists it"):
         documents_of(tmp_path / "set")
 
 
