@@ -1,4 +1,4 @@
-"""``lightscale export``: write a checkpoint as a directory that transformers loads, or fla."""
+"""``lightscale export``: export a checkpoint to a directory for transformers or fla."""
 
 import argparse
 import re
@@ -46,7 +46,7 @@ def size(given: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the export, and say on stderr what it took."""
+    """Write the export, and print size and time on stderr."""
     name, step = split_step(args.run)
     chosen = choose_run(run_path(name), step=step, any_task=True)
     # Behind the arguments, as it imports torch.

@@ -1,6 +1,6 @@
-"""An exported directory as a run: a configuration, a tokenizer and a checkpoint of the weights, at step 0.
+"""Import of an exported directory as a run: configuration, tokenizer and a checkpoint of the weights at step 0.
 
-What came from a run and was exported in fp32 has bitwise its weights. `evaluate`, `generate`, `train.init_from` and
+The weights of a run exported in fp32 return bit for bit. `evaluate`, `generate`, `train.init_from` and
 `export` take it as any other run. Nothing in the directory is executed, and tensors pass from file to file.
 """
 
