@@ -1,4 +1,4 @@
-"""From names and files to tasks. Entries are import strings: only the tasks that are asked for are imported.
+"""Tasks by name or task file. Entries are import strings: only the tasks that are asked for are imported.
 
 Other packages add kinds and names without a change here, by entry points of the group ``lightscale.evaluation_tasks``::
 
@@ -30,16 +30,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEntry:
-    """A task that `--tasks` can name, or the `kind` of a task file."""
+    """A name for `--tasks`, or a `kind` of task files."""
 
     cls: str
     """As "module:name", a subclass of ``lightscale.evaluation.task.Task``, in a module without torch."""
     preset: Mapping[str, Any] | None = None
-    """Its settings, where the name alone says what to do; None: a kind, which needs a task file."""
+    """Settings of a task with a fixed definition; None: a kind, which needs a task file."""
     data: Sequence[str] = field(default=())
-    """What must be in the folder of `--data`, as alternatives: the first that is there becomes `paths`."""
+    """Alternative files in the folder of `--data`: the first one present becomes `paths`."""
     advice: str = ""
-    """Where to get it."""
+    """Source of the data."""
 
 
 _TASKS = "lightscale.evaluation.tasks"
@@ -92,21 +92,21 @@ TASKS: dict[str, TaskEntry] = {
 
 
 def known_tasks() -> list[str]:
-    """The names of all entries, built in and of installed packages; none is imported."""
+    """Names of all entries, built-in and from installed packages, without importing them."""
     return [*TASKS, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - TASKS.keys())]
 
 
 def find_tasks(names: Sequence[str], data: Path, *, limit: int | None = None) -> list[Task]:
-    """The tasks that ``names``, of entries or of task files, mean.
+    """Tasks for ``names`` of entries or task files.
 
     Args:
         names: as after `--tasks`.
         data: the folder with the data of presets.
-        limit: replaces that of every task.
+        limit: replaces the limit of every task.
 
     Raises:
-        UserError: an unknown name, with the nearest; data that is not there, with what to put where; a wrong key or
-            value of a task file; two tasks of one name.
+        UserError: unknown name (with the nearest); missing data (with the file to add); wrong key or value of a task
+            file; duplicate task name.
     """
     tasks: dict[str, Task] = {}
     for name in names:

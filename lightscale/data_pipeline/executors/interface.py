@@ -1,4 +1,4 @@
-"""What an executor is: it runs the tasks of a preparation, wherever.
+"""Interface of executors, which run the tasks of a preparation on any engine.
 
 All executors run the same tasks and leave the same files. A task returns nothing: its result is a file that appears by
 one rename when it is whole. So an executor needs no results, no order of tasks and no memory of what is done; whatever
@@ -40,7 +40,7 @@ class Executor(Protocol):
     ) -> None: ...
 
     def run(self, step: str, task: Task, items: Sequence[Any], sizes: Sequence[int], progress: Progress) -> None:
-        """Run ``task`` on every item, of ``sizes`` in bytes; returns when all are done.
+        """Run ``task`` on every item, with ``sizes`` in bytes; returns when all items are finished.
 
         Raises the first error of a task, which ends the step, and ``UserError`` where workers die again and again.
         """

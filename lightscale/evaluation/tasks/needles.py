@@ -50,43 +50,43 @@ class NeedlesSettings(TaskSettings):
     paths: list[str] = Field(min_length=1)
     """The haystack: text, jsonl and parquet files, relative to the task file; begun again where it is too short."""
     text_field: str = "text"
-    """Of jsonl objects; column of parquet files."""
+    """Text field of jsonl objects, text column of parquet files."""
     mode: Mode = "easy"
-    """What stands in the haystack: easy, question and answer; standard, the answer only."""
+    """Text in the haystack: easy, question and answer; standard, only the answer."""
     lengths: list[_Length] = Field(default=[int(length) for length in np.linspace(1000, 16000, 35)], min_length=1)
-    """Tokens of a prompt and the room for its answer, which may take twice those of the right one."""
+    """Tokens of a prompt including room for an answer twice as long as the right one."""
     depths: _Count = 35
-    """Places of the needle at each length, evenly from the beginning of the haystack to its end."""
+    """Number of needle positions at each length, evenly spaced from the start to the end of the haystack."""
     placement: Literal["relative", "absolute"] = "relative"
     """relative: depths are shares of each length; absolute: of the longest, so that needles stand where they stand at
     every length, and what is behind them is run once for all lengths. Short prompts have fewer depths then."""
     samples: _Count = 1
     """Needles for each length and depth."""
     seed: int = 0
-    """Decides keys, values and distractors."""
+    """Random seed of keys, values and distractors."""
     question: str = "\n\nQuestion: What are the secret words of {key}?\nAnswer:"
     """Asked at the end of a prompt, and before the needle in easy mode."""
     answer: str = " The secret words of {key} are {value}."
     """The needle; a prompt ends with what is before {value}."""
     keys: list[str] = Field(default=list(KEYS), min_length=1)
-    """What values are found by; one for each needle."""
+    """Keys of the values; one per needle."""
     words: list[str] = Field(default=list(WORDS), min_length=2)
-    """What values are made of."""
+    """Words that values are composed of."""
     answer_words: _Count = 3
-    """Words of a value."""
+    """Number of words in a value."""
     distractors: _Count = 9
     """Other values, whose log-likelihoods are compared with that of the right one."""
     generate: bool = False
     """Whether text is generated and searched for the value; else exact and word_recall are in greedy decoding, known
     from log-likelihoods. Slower: nothing is shared by what is generated."""
     grade: Literal["word_recall", "exact", "first"] = "word_recall"
-    """What a cell of the paper's scores and of the picture is."""
+    """Score in each cell of the paper's scores and of the picture."""
     depth_ratio: _Ratio = 1.01
-    """αd of the paper: a depth weighs so much more than the one before."""
+    """αd of the paper: weight ratio of consecutive depths."""
     length_ratio: _Ratio = 1.01
-    """αc of the paper: a length weighs so much more than the one before."""
+    """αc of the paper: weight ratio of consecutive lengths."""
     success: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The grade from which on a cell succeeds, for the NIAH score."""
+    """Minimum grade of a successful cell, for the NIAH score."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -42,17 +42,17 @@ class PerplexitySettings(TaskSettings):
     paths: list[str] = Field(default=[])
     """Files and patterns, relative to the task file: text (one document each), .jsonl, .jsonl.gz, .parquet."""
     text_field: str = "text"
-    """Of jsonl objects; column of parquet files."""
+    """Text field of jsonl objects, text column of parquet files."""
     store: Path | None = Field(default=None, strict=False)
     """A token store, relative to the task file, prepared with the run's tokenizer."""
     source: str | None = None
-    """Of the store, like "wiki-validation"."""
+    """Source of the store, such as "wiki-validation"."""
     window: _Tokens | None = None
-    """Tokens fed at once, each window by itself; none: one pass over each document, of any length (stateful)."""
+    """Tokens per window, each evaluated separately; none: one pass over each document of any length (stateful)."""
     stride: _Tokens | None = None
-    """Tokens by which windows follow one another, of which only so many are scored; none: the window."""
+    """Tokens between the starts of consecutive windows, and scored per window; none: the window."""
     lengths: list[_Tokens] = Field(default=[])
-    """Also the perplexity in windows of these lengths, of the documents that are as long, beyond training's too."""
+    """Also compute the perplexity in windows of these lengths, over documents that are long enough."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -82,9 +82,9 @@ class ScrollsSettings(TaskSettings):
     path: str = "scrolls"
     """Folder with a folder for each data set, relative to the task file."""
     data_sets: list[str] = Field(default=list(DATA_SETS), min_length=1)
-    """Those that are asked."""
+    """Data sets to evaluate."""
     context: PositiveInt = 8192
-    """Tokens of a question and its answer; a longer text is cut at its end."""
+    """Tokens of a question and its answer; longer texts are truncated at the end."""
 
     @field_validator("data_sets")
     @classmethod
