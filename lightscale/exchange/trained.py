@@ -90,7 +90,7 @@ def open_run(chosen: ChosenRun) -> TrainedRun:
             return _opened(chosen, shape, name, tuple(refused))
         except DamagedCheckpoint as error:
             refused.append(str(error))
-    raise UserError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
+    raise UserError("no intact checkpoint:\n" + "\n".join(f"  {line}" for line in refused))
 
 
 def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tuple[str, ...]) -> TrainedRun:

@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_refused(own_run: Callable[[str], Path]) -> None
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"no checkpoint is whole:\n.*rank-00000"):
+    with pytest.raises(UserError, match=r"no intact checkpoint:\n.*rank-00000"):
         lightscale.load(run)
 
 

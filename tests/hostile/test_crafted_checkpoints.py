@@ -336,7 +336,7 @@ def test_the_command_names_what_is_wrong(
         return code, output.out + output.err
 
     code, text = command("verify", str(run))
-    assert code == 1 and "step 20: whole" in text and f"step 21: {crafted}" in text
+    assert code == 1 and "step 20: intact" in text and f"step 21: {crafted}" in text
     code, text = command("list", str(run), "--json")
     assert [row["step"] for row in json.loads(text)["checkpoints"]] == [STEP, STEP + 1]
     assert code == (1 if CASES[case][0] == NAME else 0)

@@ -238,9 +238,9 @@ def test_masks_of_validation_are_always_the_same(store: TokenStore) -> None:
 
 def test_a_resumed_run_has_the_masks_of_before(store: TokenStore) -> None:
     before = loader(store, masks(0.3))
-    with pytest.raises(UserError, match=r"task: masked tokens 0\.3 .* then, masked tokens 0\.2 .* now"):
+    with pytest.raises(UserError, match=r"task: masked tokens 0\.3 .* before, masked tokens 0\.2 .* now"):
         loader(store, masks(0.2)).load_state_dict(before.state_dict())
-    with pytest.raises(UserError, match=r"task: masked tokens .* then, None now"):
+    with pytest.raises(UserError, match=r"task: masked tokens .* before, None now"):
         loader(store, None).load_state_dict(before.state_dict())
     assert "task" not in loader(store, None).fingerprint(), "earlier causal runs have none"
 

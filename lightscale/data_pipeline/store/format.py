@@ -338,7 +338,7 @@ def require_absent(path: Path) -> None:
     """``UserError`` if there is something at ``path`` other than an empty directory."""
     is_empty_dir = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if (path.exists() or path.is_symlink()) and not is_empty_dir:
-        raise UserError(f"{path}: it exists and is not overwritten; remove it or use another path")
+        raise UserError(f"{path}: it exists and is never overwritten; remove it or use another path")
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -179,7 +179,7 @@ def _verify(args: argparse.Namespace) -> int:
         print(json.dumps({"checkpoints": [{**name._asdict(), "damage": damage} for name, damage in found.items()]}))
     else:
         for name, damage in found.items():
-            print(f"step {steps_of([name])}: {damage or 'whole'}")
+            print(f"step {steps_of([name])}: {damage or 'intact'}")
     return EXIT_DIFFERENT if any(found.values()) else 0
 
 

@@ -178,7 +178,7 @@ class Checkpoints:
             )
         # Not None, which means a new run: starting at step 0 beside damaged checkpoints would hide that they are lost.
         if refused:
-            raise NoGoodCheckpoint("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused.values()))
+            raise NoGoodCheckpoint("no intact checkpoint:\n" + "\n".join(f"  {line}" for line in refused.values()))
         return None
 
     def put_aside(self, damaged: Sequence[Path]) -> None:

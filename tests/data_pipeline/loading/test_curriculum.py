@@ -109,7 +109,7 @@ def test_any_layout_resumes_in_any_stage(store: TokenStore, packing: Any, num_st
 def test_another_curriculum_or_a_position_inside_a_step_is_refused(store: TokenStore) -> None:
     state = make_loader(store).state_dict()
     plain = TokenLoader(store, sequence_length=64, global_batch_size=4, micro_batch_size=2, seed=3)
-    with pytest.raises(UserError, match="curriculum: 8 from 0, 16 from 1024, 64 from 2560 then, None now"):
+    with pytest.raises(UserError, match="curriculum: 8 from 0, 16 from 1024, 64 from 2560 before, None now"):
         plain.load_state_dict(state)
     with pytest.raises(UserError, match="the state's 64 tokens are not a multiple of the 256 tokens of a step"):
         make_loader(store).load_state_dict(state | {"tokens": 64})

@@ -296,7 +296,7 @@ def test_damaged_keys_are_named(made: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[3] ^= 4
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"near/000000: hash .* it is damaged; duplicates of the store's"):
+    with pytest.raises(UserError, match=r"near/000000: hash .* the file is damaged; duplicates of the store's"):
         prepare(corpus(made, "more"), tmp_path / "new", options(tmp_path / "old"))
     assert any("near/000000: hash" in fault for fault in verify_store(tmp_path / "old", lambda *_: None).faults)
     file.write_bytes(content[:-8])

@@ -343,5 +343,5 @@ def set_last_end(source: Path, end: int) -> None:
 
 
 def test_an_unknown_source_names_the_known_ones(write_store: WriteStore) -> None:
-    with pytest.raises(UserError, match="no source 'prose'; it has code, text, text-validation"):
+    with pytest.raises(UserError, match="no source 'prose'; use one of code, text, text-validation"):
         write_store(DOCUMENTS).source("prose")

@@ -80,12 +80,12 @@ def test_the_files_are_safetensors(run: RunDirectory) -> None:
 
 
 def test_verify_names_the_damaged_file(run: RunDirectory, command: Command) -> None:
-    assert command("verify", str(run.path))[:2] == (0, "step 20: whole\nstep 40: whole\n")
+    assert command("verify", str(run.path))[:2] == (0, "step 20: intact\nstep 40: intact\n")
     path = damage(run, 20)
     code, text, _ = command("verify", str(run.path))
     assert code == 1
     assert f"step 20: {path}: expected xxh3-128 " in text
-    assert "step 40: whole" in text
+    assert "step 40: intact" in text
     assert command("verify", f"{run.path}@40")[0] == 0
     code, text, _ = command("verify", str(run.path), "--json")
     assert [row["damage"] is None for row in json.loads(text)["checkpoints"]] == [False, True]

@@ -247,8 +247,8 @@ def test_the_command_understands_them(
     damaged = run / "checkpoints" / directory_name(8, "weights") / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     code, text = command("verify", str(run))
-    assert code == 1 and f"step 8 (weights): {damaged}: expected" in text and "step 40: whole" in text
-    assert command("verify", f"{run}@16-weights") == (0, "step 16 (weights): whole\n")
+    assert code == 1 and f"step 8 (weights): {damaged}: expected" in text and "step 40: intact" in text
+    assert command("verify", f"{run}@16-weights") == (0, "step 16 (weights): intact\n")
     assert command("prune", str(run))[0] == 0
     assert len(list_steps(run / "checkpoints", "weights")) == 5
     assert (
