@@ -265,7 +265,7 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
         "tokenizer_config.json",
     ]
     assert main(["export", str(saved_runs / "tnl"), "--to", str(tmp_path / "to")]) == 78
-    assert "something already" in capsys.readouterr().err
+    assert "it exists; use a new directory" in capsys.readouterr().err
 
 
 def test_of_two_exports_to_one_place_one_says_that_it_was_too_late(tmp_path: Path) -> None:
@@ -307,15 +307,15 @@ def only_a_pickle(to: Path) -> None:
     [
         (lambda to: (to / "config.json").unlink(), "not a run .* or an export"),
         (lambda to: files(to)[1].unlink(), r"model-00002-of-0000.\.safetensors: No such file"),
-        (lambda to: shorten(files(to)[-1]), "not whole"),
+        (lambda to: shorten(files(to)[-1]), "copy the file again"),
         (
             lambda to: edit(to, model_type="gpt2"),
             r"model_type = 'gpt2'; use lightscale, llama, mistral and qwen2",
         ),
-        (lambda to: edit(to, mixers=["tnl", "retnet"]), "no mixer is called 'retnet'"),
+        (lambda to: edit(to, mixers=["tnl", "retnet"]), "unknown mixer 'retnet'"),
         (lambda to: edit(to, forms={"hgrn2": {}}), "forms.hgrn2 is not one of the model's mixers, tnl"),
         (lambda to: edit(to, forms={"tnl": {"decay": "none"}}), "forms.tnl.decay = 'none': Input should be 'alibi'"),
-        (lambda to: edit(to, forms={"tnl": {"decays": "linear"}}), "forms.tnl.decays = 'linear'; those that are known"),
+        (lambda to: edit(to, forms={"tnl": {"decays": "linear"}}), "forms.tnl.decays = 'linear'; use "),
         (lambda to: edit(to, forms={"tnl": {"lrpe": "all"}}), "is of another model: model.layers.1.mixer.theta"),
         (lambda to: edit(to, learned_positions=9), "no mixer of the model uses learned_positions"),
         (lambda to: edit(to, hidden_size=72), r"is of another model: .* must be"),

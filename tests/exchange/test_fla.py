@@ -224,5 +224,5 @@ def test_the_command_and_the_card(saved_runs: Path, tmp_path: Path, capsys: pyte
     assert "import fla" in card and "trust_remote_code" not in card and "flash-attn" not in card
     assert not (tmp_path / "to" / "modeling_lightscale.py").exists()
     capsys.readouterr()
-    with pytest.raises(UserError, match="model_type = 'hgrn2'; those that can be read"):
+    with pytest.raises(UserError, match="model_type = 'hgrn2'; use lightscale"):
         lightscale.load(tmp_path / "to")

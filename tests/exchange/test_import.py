@@ -93,7 +93,7 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["import", str(tmp_path / "to"), "--run", str(tmp_path / "back")]) == 0
     assert f'train.init_from = "{tmp_path / "back"}@0"' in capsys.readouterr().err
     assert main(["import", str(tmp_path / "to"), "--run", str(tmp_path / "back")]) == 78
-    assert "something already" in capsys.readouterr().err
+    assert "it exists; use a new run" in capsys.readouterr().err
     assert main(["import", str(tmp_path), "--run", str(tmp_path / "other")]) == 78
     assert "no model; expected" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
@@ -104,7 +104,7 @@ def test_the_tokenizer_of_another_model_is_refused(saved_runs: Path, tmp_path: P
     shutil.rmtree(tmp_path / "to" / "tokenizer")
     (tmp_path / "to" / "tokenizer").mkdir()
     AsciiTokenizer().save(tmp_path / "to" / "tokenizer")
-    with pytest.raises(UserError, match="has 128 ids, and the model an embedding of 264; they are not of"):
+    with pytest.raises(UserError, match="has 128 ids, and the model an embedding of 264; they belong to different"):
         import_model(tmp_path / "to", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

@@ -169,7 +169,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a fingerprint of nothing": ("state.json", setting("data", "fingerprint", to={}), "no tokenizer"),
     "no guard": ("state.json", without("guard"), "has no guard"),
     "guard: null": ("state.json", setting("guard", to=None), "guard"),
-    "a loss that is NaN": ("state.json", setting("guard", "losses", 0, to=float("nan")), "NaN is no number"),
+    "a loss that is NaN": ("state.json", setting("guard", "losses", 0, to=float("nan")), "NaN is not a JSON number"),
     "a loss that is infinite": (
         "state.json",
         lambda state: json.dumps(state).replace("5.25", "1e999"),
@@ -219,7 +219,11 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "offsets that leave a hole": (TENSORS[0], moving(OUTPUT, 8), "begins at byte"),
     "offsets behind the file": (TENSORS[0], moving(OUTPUT, 1 << 40), "begins at byte"),
     "offsets that are negative": (TENSORS[0], moving(OUTPUT, -64), "data_offsets"),
-    "offsets the wrong way round": (TENSORS[0], lambda header: header[OUTPUT]["data_offsets"].reverse(), "its place"),
+    "offsets the wrong way round": (
+        TENSORS[0],
+        lambda header: header[OUTPUT]["data_offsets"].reverse(),
+        "its offsets give",
+    ),
     "offsets of three": (TENSORS[0], setting(OUTPUT, "data_offsets", to=[0, 48, 48]), "data_offsets"),
     "a tensor that is not there": (TENSORS[0], without(OUTPUT), "begins at byte"),
     "a box of another size": (TENSORS[0], setting(OUTPUT, "shape", to=[3, 6]), "bytes"),
@@ -227,7 +231,11 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a box of nine dims": (TENSORS[0], setting(OUTPUT, "shape", to=[1] * 7 + [2, 6]), f"{OUTPUT}.shape"),
     "a box of other dims": (TENSORS[0], setting(OUTPUT, "shape", to=[12]), "does not fit into"),
     "a box behind its tensor": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@3,0"), "does not fit into"),
-    "a box that others hold": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@2,0"), "is held 0 times at (0, 0)"),
+    "a box that others hold": (
+        TENSORS[0],
+        box_renamed(OUTPUT, "model.output.weight@2,0"),
+        "is stored 0 times at (0, 0)",
+    ),
     "a box below 0": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@-1,0"), "not a box name"),
     "a box without an offset": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight"), "not a box name"),
     "a name that cannot be printed": (TENSORS[0], box_renamed(OUTPUT, "model.\x1b[2J@0,0"), "not a box name"),
@@ -286,7 +294,7 @@ def test_moments_of_other_tensors(victim: Victim) -> None:
     for rank in range(2):
         victim.edit(TENSORS[rank], lambda header: json.dumps(header).replace("exp_avg.norm", "exp_avg.morn"))
     victim.seal()
-    assert "of exp_avg is not that of the weights" in (outcome(victim) or "")
+    assert "of exp_avg differs from that of the weights" in (outcome(victim) or "")
 
 
 def test_a_box_that_is_held_twice(victim: Victim) -> None:
@@ -346,7 +354,7 @@ def test_the_command_names_what_is_wrong(
     assert (command("show", f"{run}@21")[0] == 0) == shown_too
     code, text = command("diff", f"{run}@20", f"{run}@21")
     assert code == 78 and str(crafted) in text
-    assert "nothing removed: only 1 of the checkpoints" in command("prune", str(run))[1]
+    assert "nothing removed: only 1 checkpoints" in command("prune", str(run))[1]
     assert whole.is_dir() and crafted.is_dir()
 
 

@@ -93,13 +93,12 @@ class StoredTensors:
         keys = {rows.key for rows in expected.values()}
         if different := sorted(keys ^ self._boxes.keys()):
             where = "missing" if different[0] in keys else "in the file, but not in the model of its configuration"
-            raise UserError(f"{self.directory} belongs to another model: {different[0]} is {where}")
+            raise UserError(f"{self.directory} is of another model: {different[0]} is {where}")
         for name, rows in expected.items():
             whole = self._boxes[rows.key][0][1].box.shape
             if (rows.ranges and rows.ranges[-1][1] > whole[0]) or self.shape(rows) != shapes[name]:
                 raise UserError(
-                    f"{self.directory} belongs to another model: {rows.key} is {whole}, and {name} must be "
-                    f"{shapes[name]}"
+                    f"{self.directory} is of another model: {rows.key} is {whole}, and {name} must be {shapes[name]}"
                 )
 
     def _dtype(self, key: str) -> torch.dtype:

@@ -271,7 +271,7 @@ class Checkpoints:
             if found != expected:
                 name = key.removeprefix("model.")
                 where = "here" if conversion is None else "in the configuration of this run"
-                raise UserError(f"{path} is of another model: {name} is {found} in it and {expected} {where}")
+                raise UserError(f"{path} is of another model: {name} is {found} there and {expected} {where}")
 
 
 def _converted(stored: TensorShard, conversion: Conversion) -> Iterator[TensorShard]:

@@ -38,7 +38,7 @@ def test_prepare_then_inspect(corpus: Path, tmp_path: Path, capsys: pytest.Captu
         assert f"{source.num_documents:,}" in shown
         assert f"{source.num_tokens:,}" in shown
     assert "300 ids" in shown
-    assert "format 2: every block is compared when it is read" in shown
+    assert "format 2: every block is verified when it is read" in shown
     assert "my-corpus: every label counts; no document arrays; files and positions of its documents" in shown
     assert "my-corpus, document 0, my corpus/" in shown
     assert "[bold]not markup[/bold]" in shown

@@ -80,7 +80,7 @@ def test_a_trained_classifier_is_a_filter(tmp_path: Path, capsys: pytest.Capture
     assert strict is not None
     assert strict.judge(texts(GOOD, 1, seed=9)[0]).rule == "classifier.low_score"
     assert cli.main(["data", "train-classifier", *given, "--out", str(out)]) != 0
-    assert f"--out {out}: it exists" in capsys.readouterr().err
+    assert f"--out {out}: the file exists" in capsys.readouterr().err
     few = ["--good", str(tmp_path / "none.jsonl"), *given[2:], "--out", str(tmp_path / "x")]
     (tmp_path / "none.jsonl").write_text("")
     assert cli.main(["data", "train-classifier", *few]) != 0

@@ -131,7 +131,7 @@ def test_a_preparation_accounts_for_all_of_it(tmp_path: Path, byte_tokenizer: Ti
         ("decontaminate.harbour", texts[2]),
     ]
     assert removed[1]["score"] == len(ENGLISH.split()) - 12
-    with pytest.raises(UserError, match=r"--keep-removed .*removed: it exists"):
+    with pytest.raises(UserError, match=r"--keep-removed .*removed: the directory exists"):
         prepare(corpus, tmp_path / "other", options)
     assert not (tmp_path / "other.work").exists()
     # Another evaluation set is another corpus; a missing one is said before anything is written.

@@ -112,7 +112,7 @@ def test_s3_gives_what_the_same_files_give_here(bucket: Any, tmp_path: Path) -> 
     assert same.counts == problems.counts == {OTHER_KIND: 1}
     assert [name for name, _ in read_all("s3://texts/corpus/*.jsonl")[0]][:1] == ["a.jsonl@0"]
     assert len(read_all("s3://texts/corpus/*.jsonl*")[0]) == 600
-    with pytest.raises(UserError, match=r"s3://texts/none: nothing is there"):
+    with pytest.raises(UserError, match=r"s3://texts/none: it does not exist"):
         read_all("s3://texts/none")
     with pytest.raises(UserError, match=r"s3://nobucket/x: "):
         read_all("s3://nobucket/x")

@@ -65,12 +65,15 @@ def chunks(shard: Any, chunk: Any) -> tuple[str, Edit]:
 
 
 CRAFTED: dict[str, tuple[tuple[str, Edit], str]] = {
-    "sources twice": (root(sources=["a", "b", "a"]), r"store/zarr\.json: sources: 'a' is there twice"),
-    "sources absolute": (root(sources=["/etc"]), r"store/zarr\.json: sources: '/etc' is no name of a source"),
-    "sources above": (root(sources=["a", "../store/b"]), r"sources: '\.\./store/b' is no name"),
-    "sources dots": (root(sources=[".."]), r"sources: '\.\.' is no name"),
-    "sources a directory of the store": (root(sources=["tokenizer"]), "sources: 'tokenizer' is no name"),
-    "sources numbers": (root(sources=[1]), "sources: 1 is no name"),
+    "sources twice": (root(sources=["a", "b", "a"]), r"store/zarr\.json: sources: 'a' is listed twice"),
+    "sources absolute": (root(sources=["/etc"]), r"store/zarr\.json: sources: '/etc' is not a valid source name"),
+    "sources above": (root(sources=["a", "../store/b"]), r"sources: '\.\./store/b' is not a valid source name"),
+    "sources dots": (root(sources=[".."]), r"sources: '\.\.' is not a valid source name"),
+    "sources a directory of the store": (
+        root(sources=["tokenizer"]),
+        "sources: 'tokenizer' is not a valid source name",
+    ),
+    "sources numbers": (root(sources=[1]), "sources: 1 is not a valid source name"),
     "sources text": (root(sources="ab"), r"sources = 'ab': must be a list of names"),
     "sources none": (root(sources=[]), r"sources = \[\]: must be a list"),
     "version true": (root(format_version=True), r"format version True, this version of lightscale reads"),
@@ -112,8 +115,8 @@ CRAFTED: dict[str, tuple[tuple[str, Edit], str]] = {
     "length inf": (shape(float("inf")), r"a/tokens/zarr\.json: shape = \[inf\]: must be whole numbers"),
     "length true": (shape(True), r"shape = \[True\]: must be whole numbers"),
     "length negative": (shape(-101), r"shape = \[-101\]: must be whole numbers"),
-    "axes": (shape(101, 1), r"a/tokens/zarr\.json: shape \[101, 1\]; rows must be whole"),
-    "shards of terabytes": (chunks(2**50, 2**40), r"a/tokens/zarr\.json: chunk_shape says 1125899906842624 values"),
+    "axes": (shape(101, 1), r"a/tokens/zarr\.json: shape \[101, 1\]; every zarr chunk must hold whole rows"),
+    "shards of terabytes": (chunks(2**50, 2**40), r"a/tokens/zarr\.json: chunk_shape gives 1125899906842624 values"),
     "an index of terabytes": (
         chunks(2**37, 1),
         r"chunk_shape gives 137438953472 values .* and 1 per zarr chunk",

@@ -299,7 +299,7 @@ def test_any_layout_loads_on_one_process(facts: dict[str, Any]) -> None:
 def test_the_tokenizer_must_be_the_one_of_the_run(facts: dict[str, Any], runs: Path) -> None:
     message = facts["wrong tokenizer"]
     assert message.startswith(f"{runs / 'other-store'}: its tokenizer (sentencepiece, sha256 ")
-    assert f"is not the one that {runs / 'one/checkpoints' / directory_name(STEP)} was trained with" in message
+    assert f"differs from the tokenizer of {runs / 'one/checkpoints' / directory_name(STEP)}" in message
 
 
 def test_generation_ends_with_the_text(facts: dict[str, Any]) -> None:

@@ -129,7 +129,7 @@ def test_f1(answer: str, references: list[str], expected: float) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"names": ["qasper", "squad"]}, r"data_sets: 'squad' is none of gov_report, .*contract_nli"),
+        ({"names": ["qasper", "squad"]}, r"data_sets: 'squad' is not one of gov_report, .*contract_nli"),
         ({"names": ["qasper", "qasper"]}, "lists a data set twice"),
         ({"context": 0}, "context = 0: must be"),
         ({"context": 100}, r"context = 100: an answer of qasper alone can have 128 tokens"),

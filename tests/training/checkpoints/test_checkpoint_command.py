@@ -113,7 +113,7 @@ def test_prune(run: RunDirectory, command: Command) -> None:
     for step in (5, 10):
         shutil.copytree(run.checkpoints / directory_name(20), run.checkpoints / directory_name(step))
     # Copies under other names are no good checkpoints.
-    assert command("prune", str(run.path), "--keep", "3")[1].startswith("nothing removed: only 2 of the checkpoints")
+    assert command("prune", str(run.path), "--keep", "3")[1].startswith("nothing removed: only 2 checkpoints")
     code, text, _ = command("prune", str(run.path), "--dry-run", "--keep-every", "10")
     assert (code, text) == (0, "would be removed: 5; newest intact checkpoints: 20, 40\n")
     assert list_steps(run.checkpoints) == [5, 10, 20, 40]
