@@ -310,7 +310,7 @@ BAD_FILES = {
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nwidnow = 3\n': (
         "bad.toml: widnow: no such key; did you mean window?"
     ),
-    'kind = "perplexity"\npaths = ["nowhere.txt"]\n': "nowhere.txt: there is no such file",
+    'kind = "perplexity"\npaths = ["nowhere.txt"]\n': "nowhere.txt: no such file",
     'kind = "perplexity"\n': "bad.toml: either paths or store",
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nwindow = 0\n': "bad.toml: window = 0: must be",
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nstride = 4\n': "bad.toml: stride = 4: set window",

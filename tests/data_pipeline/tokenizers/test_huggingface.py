@@ -114,8 +114,8 @@ def test_the_end_of_text_is_part_of_the_identity() -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (lambda: train(special=["<pad>"]), r"x: no special token <\|endoftext\|> or .* it has <pad>"),
-        (lambda: train(special=[]), "it has none"),
+        (lambda: train(special=["<pad>"]), r"x: no special token <\|endoftext\|> or .* special tokens: <pad>"),
+        (lambda: train(special=[]), "special tokens: none"),
         (lambda: train(hf.normalizers.Lowercase()), "x: the tokenizer loses text"),
         (lambda: train(hf.normalizers.NFKC()), "x: the tokenizer loses text"),
         (lambda: b"\xff", "x: not a Hugging Face tokenizer file"),
