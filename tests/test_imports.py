@@ -59,11 +59,11 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("cancel runs/first", 0, "has no waiting or running job"),
     ("submit tiny-run.toml --dry-run --nodes 2 --time 1:00:00 --processes 1", 0, "#SBATCH"),
     ("data inspect store", 0, "text"),
-    ("data trace runs/first", 0, "no step was skipped"),
-    ("data trace runs/first --spike 99", 78, "has the steps 1 …"),
+    ("data trace runs/first", 0, "no skipped step"),
+    ("data trace runs/first --spike 99", 78, "has steps 1 to"),
     ("data add store tiny-run.toml --out more", 78, "unknown key"),
     ("evaluate runs/first --tasks perplexiti", 2, "did you mean perplexity?"),
-    ("evaluate runs/first --tasks lambada", 2, "nothing is downloaded"),
+    ("evaluate runs/first --tasks lambada", 2, "lightscale downloads nothing"),
     ("evaluate runs/frist --tasks text.toml", 2, "did you mean runs/first?"),
     ("evaluate runs/first --tasks text.toml", 2, "nowhere.txt: there is no such file"),
     ("generate runs/first --file nowhere.jsonl", 2, "nowhere.jsonl: No such file"),
@@ -74,8 +74,8 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("checkpoint show runs/first", 0, "embedding"),
     ("checkpoint prune runs/first", 0, "nothing removed"),
     ("export nowhere --to there", 78, "no run nowhere"),
-    ("export runs/first --to there --shard-size 1", 2, "is no size of 1MB or more"),
-    ("import nowhere --run there", 78, "no model there"),
+    ("export runs/first --to there --shard-size 1", 2, "use a size of at least 1MB"),
+    ("import nowhere --run there", 78, "no model; expected"),
 ]
 
 

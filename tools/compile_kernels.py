@@ -37,7 +37,7 @@ def other_triton(version: str) -> Path:
         except OSError:  # another process was faster
             if not (target / "triton").is_dir():
                 raise
-            print(f"{target} is there already, {whole} can be removed", file=sys.stderr)
+            print(f"{target} exists, {whole} can be removed", file=sys.stderr)
     return target
 
 
@@ -96,8 +96,8 @@ def main() -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*", help="folders of lightscale/kernels (default: all)")
-    parser.add_argument("--usual", action="store_true", help="only what every run of the tests compiles")
-    parser.add_argument("--json", action="store_true", help="figures for machines")
+    parser.add_argument("--usual", action="store_true", help="only the cases that every test run compiles")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--triton", metavar="VERSION", help="another release, for example 3.6.0")
     args = parser.parse_args()
     code = restart(args.triton)

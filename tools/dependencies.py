@@ -85,7 +85,7 @@ def main() -> int:
         if (here := public_version(installed[name])) != locked[name]:
             print(f"note: {name} {here} is installed, {LOCK.name} has {locked[name]}")
     if not faults:
-        print(f"{len(installed)} packages: licences, ranges and lock file are right")
+        print(f"{len(installed)} packages: licences, ranges and lock file are correct")
     return int(bool(faults))
 
 
@@ -137,7 +137,7 @@ def range_faults(installed: Mapping[str, metadata.Distribution]) -> Iterator[str
                 and not name.startswith("types-")
                 and not any(one.operator in (">=", "==", "~=") for one in requirement.specifier)
             ):
-                yield f"pyproject.toml: {requirement} names no lowest version; use {name}>=…"
+                yield f"pyproject.toml: {requirement} has no minimum version; use {name}>=…"
 
 
 def licence_faults(installed: Mapping[str, metadata.Distribution]) -> Iterator[str]:
@@ -147,13 +147,13 @@ def licence_faults(installed: Mapping[str, metadata.Distribution]) -> Iterator[s
             continue
         if name in _READ:
             if (said := _field(distribution, "License-Expression")) not in (_READ[name], ""):
-                yield f"{name} {distribution.version}: its licence is {said} now, it was {_READ[name]} when it was read"
+                yield f"{name} {distribution.version}: its licence is now {said}, it was {_READ[name]} when reviewed"
             continue
         licences = licences_of(distribution)
         if not licences:
-            yield f"{name} {distribution.version}: its metadata names no licence; read it, and add it to _READ"
+            yield f"{name} {distribution.version}: its metadata has no licence; review the licence, and add it to _READ"
         elif unknown := sorted(licences - ALLOWED):
-            yield f"{name} {distribution.version}: licence {', '.join(unknown)}, which is none of those allowed"
+            yield f"{name} {distribution.version}: licence {', '.join(unknown)}, which is not allowed"
 
 
 def licences_of(distribution: metadata.Distribution) -> set[str]:
@@ -206,7 +206,7 @@ def lock_faults(installed: Mapping[str, metadata.Distribution], locked: Mapping[
     if locked and (lacking := sorted(lockable - locked.keys())):
         yield f"{LOCK.name} lacks {', '.join(lacking)}; run `make lock`"
     if unneeded := sorted(locked.keys() - lockable):
-        yield f"{LOCK.name} has {', '.join(unneeded)}, which nothing needs; run `make lock`"
+        yield f"{LOCK.name} has {', '.join(unneeded)}, which no package needs; run `make lock`"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,14 @@ from lightscale.data_pipeline.preparation.normalise import normalise
 from real_text import SOURCES, UnavailableError, fetch
 
 NAMES = ("zh-kernel", "zh-man", "zh-handbook", "zh", "zh-fortunes", "en")
-_HEADS = ("source", "documents", "kept before", "kept now", "of 50 characters or more", "why most others go")
+_HEADS = (
+    "source",
+    "documents",
+    "kept before",
+    "kept now",
+    "of 50 characters or more",
+    "most common reasons of the rest",
+)
 _NUM_REASONS = 3
 _BEGINNING = 300  # characters
 
@@ -77,10 +84,10 @@ def _row(found: dict[str, Any]) -> str:
 
 def main() -> int:
     """Fetch what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description="What the Chinese rules keep of real text, before and now.")
-    parser.add_argument("folder", type=Path, help="with the texts of real_text.py; what is missing is fetched")
+    parser = argparse.ArgumentParser(description="Share of real text that the Chinese rules keep, before and now.")
+    parser.add_argument("folder", type=Path, help="folder of the texts of real_text.py; missing texts are downloaded")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"sources; without any: {' '.join(NAMES)}")
-    parser.add_argument("--json", action="store_true", help="every reason, as one object of JSON")
+    parser.add_argument("--json", action="store_true", help="print every reason as one JSON object")
     parser.add_argument("--dropped", type=int, default=0, metavar="N", help="show N dropped documents of each source")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in SOURCES]:

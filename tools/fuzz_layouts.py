@@ -162,12 +162,12 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=60, help="number of cases (default: 60)")
-    parser.add_argument("--seed", type=int, help="of what is drawn (default: another one each time, printed)")
+    parser.add_argument("--seed", type=int, help="random seed (default: a new one each time, printed)")
     parser.add_argument("--case", help="one case, as JSON")
     parser.add_argument("--out", type=Path, help="append each case and its failures to this file, JSON lines")
-    parser.add_argument("--table", type=Path, help="print the table of pairs of such a file, and end")
-    parser.add_argument("--shrink", action="store_true", help="shrink what --case gives, too")
-    parser.add_argument("--keep-going", action="store_true", help="go on behind a failing case")
+    parser.add_argument("--table", type=Path, help="print the table of pairs of such a file, and exit")
+    parser.add_argument("--shrink", action="store_true", help="also shrink the case of --case")
+    parser.add_argument("--keep-going", action="store_true", help="continue after a failing case")
     args = parser.parse_args()
     if args.table:
         lines = args.table.read_text().splitlines()

@@ -36,7 +36,7 @@ RESULTS = "{results}"
 FOLDER = "{folder}"
 """In a command: where benchmarks are saved."""
 TIMED_OUT = 124
-SMALL = "small ones (--small), which show that the check runs, and no speed"
+SMALL = "small sizes (--small): they show that the check runs, not its speed"
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -114,9 +114,9 @@ def check_device() -> None:
     """
     needs = "gpu-check needs a GPU"
     if torch.version.cuda is None:
-        raise UserError(f"{needs} and a torch that can use it: torch {torch.__version__} is built without CUDA")
+        raise UserError(f"{needs} and a torch with CUDA: torch {torch.__version__} is built without CUDA")
     if not torch.cuda.is_available():
-        raise UserError(f"{needs}: torch {torch.__version__} finds none; `nvidia-smi` should list one")
+        raise UserError(f"{needs}: torch {torch.__version__} finds none; check `nvidia-smi`")
     if find_spec("triton") is None:
         raise UserError(f"{needs} and the package triton, which is not installed")
     check_matplotlib()
@@ -148,7 +148,7 @@ def run_part(part: Part, results: Path, folder: Path, limit_s: float) -> dict[st
     if not saved.exists() or saved.stat().st_mtime < started:
         return found | {"saved": None, "missed": ["nothing was saved"]}
     figures = json.loads(saved.read_text(encoding="utf-8"))
-    missed = figures["verdict"]["missed"] + ([] if figures["complete"] else ["it was cut off"])
+    missed = figures["verdict"]["missed"] + ([] if figures["complete"] else ["it was stopped early"])
     return found | {"saved": saved.name, "missed": missed}
 
 
@@ -227,7 +227,9 @@ def summary(found: dict[str, dict[str, Any]]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 if anything failed or missed its target, 78 without a GPU."""
-    parser = argparse.ArgumentParser(prog="gpu_check.py", description="Checks that need a GPU, and their figures.")
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py", description=("Run the checks that need a GPU, and record their figures.")
+    )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts (default: all)")
     parser.add_argument(
         "--save",
@@ -236,14 +238,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FOLDER",
         help="folder of the results (default: benchmarks)",
     )
-    parser.add_argument("--small", action="store_true", help="small sizes: whether the check itself runs here")
+    parser.add_argument("--small", action="store_true", help="small sizes, to test that the check itself runs")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="limit of each part, in seconds (default 1800)")
     args = parser.parse_args(arguments)
     try:
         check_device()
         parts = {name: part for name, part in possible_parts(small=args.small).items() if name in args.only}
         if absent := [name for name in args.only if name not in parts]:
-            console.print(f"skipped, as this machine has one GPU: {', '.join(absent)}")
+            console.print(f"skipped because this machine has one GPU: {', '.join(absent)}")
         found = run(parts, args.save.resolve(), args.limit_s, small=args.small)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

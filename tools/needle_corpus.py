@@ -145,11 +145,11 @@ def write_tasks(folder: Path, *, seed: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write all of it; 2 for a mistake of the user."""
-    parser = argparse.ArgumentParser(prog="needle_corpus.py", description="Writes text on which needles are learnt.")
-    parser.add_argument("folder", type=Path, help="where to write; the store in it must not be there yet")
-    parser.add_argument("--tokens", type=float, default=2.5e6, help="of training text (default: 2.5e6)")
-    parser.add_argument("--longest", type=int, default=256, help="document in tokens (default: 256)")
-    parser.add_argument("--seed", type=int, default=0, help="decides the text (default: 0)")
+    parser = argparse.ArgumentParser(prog="needle_corpus.py", description="Write training text for needle tasks.")
+    parser.add_argument("folder", type=Path, help="output folder; the store in it must not exist")
+    parser.add_argument("--tokens", type=float, default=2.5e6, help="tokens of training text (default: 2.5e6)")
+    parser.add_argument("--longest", type=int, default=256, help="longest document in tokens (default: 256)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the text (default: 0)")
     args = parser.parse_args(arguments)
     if args.longest < _SHORTEST or args.tokens < args.longest:
         print(f"error: --longest must be at least {_SHORTEST}, and --tokens at least --longest", file=sys.stderr)

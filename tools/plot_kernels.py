@@ -101,7 +101,7 @@ def _short(tokens: int) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="JSON that `bench.py kernels --save` has written")
+    parser.add_argument("file", type=Path, help="JSON file of `bench.py kernels --save`")
     args = parser.parse_args(arguments)
     try:
         check_matplotlib()

@@ -142,16 +142,16 @@ def distances(forms: list[Form], *, init_std: float, num_tokens: int = TOKENS) -
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--init-std", type=float, help="of the weights (default: 1/sqrt(width))")
+    parser.add_argument("--init-std", type=float, help="standard deviation of the weights (default: 1/sqrt(width))")
     parser.add_argument("--layers", type=int, default=SHAPE["num_layers"])
     parser.add_argument("--width", type=int, default=SHAPE["hidden_size"])
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--only", metavar="TEXT", default="", help="forms whose names have it")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only forms whose names contain this text")
     wanted = parser.parse_args()
     forms = [form for form in FORMS if wanted.only in form.name]
     if not forms:
         parser.error(
-            f"--only {wanted.only}: no form has it; forms are {', '.join(dict.fromkeys(x.name for x in FORMS))}"
+            f"--only {wanted.only}: no form matches; use one of {', '.join(dict.fromkeys(x.name for x in FORMS))}"
         )
     SHAPE.update(shape_of(wanted.layers, wanted.width))
     torch.set_num_threads(1)

@@ -63,7 +63,7 @@ def train(command: list[str], *, stop_after: Path | None) -> tuple[float, float]
     try:
         while process.poll() is None:
             if stop_after is not None and not stopped and stop_after.exists():
-                console.print("[bold]stopping the run now, to show that it resumes where it was[/bold]")
+                console.print("[bold]stopping the run to show that it resumes where it stopped[/bold]")
                 process.send_signal(signal.SIGTERM)
                 stopped = True
             time.sleep(_POLL_S)
@@ -96,7 +96,7 @@ def training_times(attempts: list[tuple[float, float]]) -> dict[str, float]:
         saves = (event for event in events if event["event"] == "checkpoint")
         spent["saving"] += sum(event["stall_s"] for event in saves if began_s <= seconds(event["time"]) <= ended_s)
     whole_s = sum(ended_s - began_s for began_s, ended_s in attempts)
-    return spent | {"validation, and the ends": whole_s - sum(spent.values())}
+    return spent | {"validation and shutdown": whole_s - sum(spent.values())}
 
 
 def seconds(time_utc: str) -> float:
@@ -105,8 +105,8 @@ def seconds(time_utc: str) -> float:
 
 
 def report_times(spent: dict[str, float]) -> None:
-    """Print where the time went."""
-    table = Table("where the time went", box=None)
+    """Print time by part."""
+    table = Table("time by part", box=None)
     table.add_column("s", justify="right")
     for name, value_s in (spent | {"everything": sum(spent.values())}).items():
         table.add_row(name, f"{value_s:.0f}")
@@ -136,7 +136,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     processes = gpus or 2
     if STORE.exists():
-        console.print(f"{STORE} is there already")
+        console.print(f"{STORE} exists")
     else:
         prepare = f"lightscale data prepare --corpus stdlib --out {STORE} --vocab-size 4096 --validation 0.02"
         run(prepare.split())
@@ -160,9 +160,9 @@ def main() -> None:
     spent["generation"] = time.time() - began_s
     events = [event["event"] for event in read_lines(RUN / "events.jsonl")]
     saved, resumed = events.count("checkpoint"), events.count("resume")
-    console.print(f"\n{saved} checkpoints, {resumed} resume; everything about the run is in {RUN}")
+    console.print(f"\n{saved} checkpoints, {resumed} resume; the run's files are in {RUN}")
     tensorboard = Path(sys.executable).parent / "tensorboard"
-    console.print(f"look at the curves with:  {tensorboard} --logdir {RUN / 'tensorboard'}")
+    console.print(f"show the curves with: {tensorboard} --logdir {RUN / 'tensorboard'}")
     report_times(spent)
 
 

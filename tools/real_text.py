@@ -90,7 +90,7 @@ def fetch(name: str, folder: Path) -> Path:
 def _download(package: str, folder: Path) -> Path:
     """The unpacked package."""
     if missing := [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]:
-        raise UnavailableError(f"{package}: {missing[0]} is missing; the text comes from a Debian package")
+        raise UnavailableError(f"{package}: {missing[0]} is missing; the text is in a Debian package")
     try:
         command = ["apt-get", "download", package]
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -117,7 +117,7 @@ def _pages(top: Path) -> Iterator[tuple[str, str]]:
 def _manual_pages(top: Path) -> Iterator[tuple[str, str]]:
     """Each as groff sets it; not the links, and those that only name another one."""
     if shutil.which("groff") is None:
-        raise UnavailableError("groff is missing, which sets manual pages")
+        raise UnavailableError("groff is missing; it formats manual pages")
     for path in sorted(path for path in top.rglob("*.gz") if not path.is_symlink()):
         roff = gzip.decompress(path.read_bytes())
         if not roff.startswith(b".so "):
@@ -170,7 +170,7 @@ SOURCES = {
 
 def main() -> None:
     """Fetch what is asked for."""
-    parser = argparse.ArgumentParser(description="Fetch real English and Chinese text.")
+    parser = argparse.ArgumentParser(description="Download real English and Chinese text.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)}; without any: all")
     args = parser.parse_args()

@@ -130,7 +130,7 @@ def read(root: Path, revision: str | None, package: str = PACKAGE) -> list[Sourc
             members = [member for member in tar if member.isfile() and member.name.endswith(".py")]
             texts = {member.name: tar.extractfile(member).read().decode() for member in members}  # type: ignore[union-attr]
     if not texts:
-        raise UserError(f"{root / package}: no Python files there")
+        raise UserError(f"{root / package}: no Python files")
     return [SourceFile(path, text) for path, text in sorted(texts.items())]
 
 
@@ -342,11 +342,11 @@ def show(reports: dict[str, dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the report."""
-    parser = argparse.ArgumentParser(prog="structure.py", description="The structure of the package in numbers.")
+    parser = argparse.ArgumentParser(prog="structure.py", description="Figures about the structure of the package.")
     parser.add_argument("--at", metavar="REV", help="commit to measure (default: the working tree)")
-    parser.add_argument("--against", metavar="REV", help="commit to compare with, shown in front")
+    parser.add_argument("--against", metavar="REV", help="commit to compare with, shown first")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: this one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: the figures of each by its name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: the figures by name")
     args = parser.parse_args(arguments)
     revisions = ([args.against] if args.against else []) + [args.at]
     try:

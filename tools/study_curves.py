@@ -71,7 +71,7 @@ def at_lengths(chosen: ChosenRun) -> dict[str, dict[str, float]]:
     """Loss and accuracy by the length of the rows, of the last weights of a masked model."""
     config = chosen.config
     if getattr(config.task, "whole_word_mask", False):
-        raise UserError(f"{chosen.directory.path}: task.whole_word_mask = true: words may go over the edges of parts")
+        raise UserError(f"{chosen.directory.path}: task.whole_word_mask = true: words can cross the edges of parts")
     length = config.data.sequence_length
     ((_, validation),) = config.data.validation.items()
     store = TokenStore(validation.store) if validation.store else open_stores(config.data)
@@ -100,7 +100,7 @@ def collect(study: Path, found: Found) -> Found:
     """What is known of every run that has finished; ``found`` is what was known before."""
     finished = sorted(path.stem for path in (study / "cells").glob("*.json"))
     if not finished:
-        raise UserError(f"{study}: no cell of it has finished, so there is nothing to show; use `lightscale study run`")
+        raise UserError(f"{study}: no cell has finished; use `lightscale study run`")
     for name in [name for name in finished if name not in found]:
         seed, _, architecture = name.partition("-")
         run = RunDirectory(study / "runs" / name)
@@ -108,9 +108,7 @@ def collect(study: Path, found: Found) -> Found:
         measured = [line for line in read_metrics(run.metrics) if "validation" in line]
         ((_, last),) = measured[-1]["validation"].items()
         if not last.keys() >= set(_SCORES):
-            raise UserError(
-                f"{run.path}: task {chosen.config.task.name!r} measures no accuracy; use `lightscale compare`"
-            )
+            raise UserError(f"{run.path}: task {chosen.config.task.name!r} has no accuracy; use `lightscale compare`")
         curve = [{"step": x["step"], "tokens": x["tokens"]} | only(x["validation"]) for x in measured]
         found[name] = {"seed": seed, "architecture": architecture, "task": chosen.config.task.name, "curve": curve}
         if task_class(chosen.config.task.name) is Masked:
@@ -167,7 +165,9 @@ def points(one: dict[str, Any], column: str, score: str) -> dict[int, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="study_curves.py", description="Validation of a study's runs, side by side.")
+    parser = argparse.ArgumentParser(
+        prog="study_curves.py", description=("Compare the validation curves of a study's runs.")
+    )
     parser.add_argument("study", type=Path, metavar="STUDY", help="directory of the study")
     args = parser.parse_args(arguments)
     path = args.study / "validation.json"

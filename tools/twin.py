@@ -43,11 +43,13 @@ def add_null_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_overrides(parser)
     parser.add_argument("--world", type=int, default=1, metavar="N", help="ranks of the run (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank that is recorded (default: 0)")
-    parser.add_argument("--micro-batches", type=int, default=2, metavar="N", help="of a step, on a rank (default: 2)")
-    parser.add_argument("--documents", type=int, default=1, metavar="N", help="in a sequence (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="rank to record (default: 0)")
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, metavar="N", help=("micro-batches per step and rank (default: 2)")
+    )
+    parser.add_argument("--documents", type=int, default=1, metavar="N", help="documents per sequence (default: 1)")
     parser.add_argument("--compiled", action="store_true", help="compile Triton kernels instead of checking launches")
-    parser.add_argument("--json", action="store_true", help="print everything that was recorded, as JSON")
+    parser.add_argument("--json", action="store_true", help="print all records as JSON")
 
 
 def null(args: argparse.Namespace) -> int:
@@ -80,7 +82,7 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def budgets(args: argparse.Namespace) -> int:
-    """Count what a step of every kept case asks for, beside its budget."""
+    """Count demands of a step of every recorded case, compared with its budget."""
     trained, compared = (_recorded(_chosen(kept(), args.only)) for kept in (cases.all_cases, cases.kernel_cases))
     found = trained | compared
     before = cases.read_budgets() if cases.BUDGETS.exists() else {}
@@ -101,7 +103,9 @@ def budgets(args: argparse.Namespace) -> int:
 
 
 def _add_only(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have it (default: all)")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help=("only cases whose names contain this text (default: all)")
+    )
 
 
 def _chosen(kept: dict[str, dict[str, Any]], only: str) -> dict[str, dict[str, Any]]:
@@ -149,9 +153,11 @@ def kernels(args: argparse.Namespace) -> int:
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``gpu-check``."""
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the check (default: all)")
-    parser.add_argument("--save", type=Path, default=Path(), metavar="FOLDER", help="of the results (default: here)")
-    parser.add_argument("--gpus", type=int, default=2, metavar="N", help="devices of the twin (default: 2)")
-    parser.add_argument("--broken", action="store_true", help="kernels compute nothing in any part")
+    parser.add_argument(
+        "--save", type=Path, default=Path(), metavar="FOLDER", help=("folder of the results (default: current folder)")
+    )
+    parser.add_argument("--gpus", type=int, default=2, metavar="N", help="number of devices of the twin (default: 2)")
+    parser.add_argument("--broken", action="store_true", help="kernels compute nothing, in all parts")
 
 
 def gpu_check(args: argparse.Namespace) -> int:
@@ -165,7 +171,7 @@ def gpu_check(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "fetch": Command(
-        summary=f"bring the CUDA build of PyTorch, {installation.WHEEL_MB} MB",
+        summary=f"download the CUDA build of PyTorch, {installation.WHEEL_MB} MB",
         add_arguments=_no_arguments,
         run=fetch,
     ),
@@ -175,22 +181,22 @@ COMMANDS = {
         run=null,
     ),
     "budgets": Command(
-        summary="what a step of every kept case asks for, beside its budget",
+        summary="demands of a step of every recorded case, compared with its budget",
         add_arguments=add_budget_arguments,
         run=budgets,
     ),
     "memory": Command(
-        summary="the allocator's peak beside what planning says",
+        summary="peak of the allocator, compared with the plan",
         add_arguments=add_memory_arguments,
         run=memory,
     ),
     "kernels": Command(
-        summary="what `lightscale doctor CONFIG` asks of a GPU to compare kernels",
+        summary="demands of `lightscale doctor CONFIG` on a GPU when it compares kernels",
         add_arguments=add_kernel_arguments,
         run=kernels,
     ),
     "gpu-check": Command(
-        summary="the check of `make gpu-check` at small sizes, where no figure is a GPU's",
+        summary="the check of `make gpu-check` at small sizes; no figure is measured on a GPU",
         add_arguments=add_check_arguments,
         run=gpu_check,
     ),

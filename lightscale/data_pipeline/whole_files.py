@@ -51,7 +51,7 @@ def whole_directory(path: Path, *, others_are_equal: bool = True) -> Iterator[Pa
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             if not others_are_equal:
-                raise UserError(f"{path}: another process has written it meanwhile; choose another directory") from None
+                raise UserError(f"{path}: another process wrote it at the same time; use another directory") from None
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -72,9 +72,8 @@ def choose_run(
     check_model(config.model, config.parallel)
     if not any_task and not task_class(config.task.name).writes_text:
         raise UserError(
-            f'{directory.path}: its task.name = "{config.task.name}": only a model that predicts the next token, '
-            'task.name = "causal", scores text and generates it; use `lightscale predict` '
-            "for what this one predicts"
+            f'{directory.path}: its task.name = "{config.task.name}": only models that predict the next token '
+            '(task.name = "causal") score and generate text; use `lightscale predict` for this model'
         )
     if not may_wait:
         _check_step(directory, step)
@@ -97,7 +96,7 @@ def longest_context(config: RunConfig) -> int | None:
 def _check_step(directory: RunDirectory, step: int | None) -> None:
     names = list_checkpoints(directory.checkpoints)
     if not names:
-        raise UserError(f"{directory.path} has no checkpoint yet; the run must have saved one")
+        raise UserError(f"{directory.path} has no checkpoint yet; wait for the first save of the run")
     if step is not None:
         checkpoints_of_step(directory.checkpoints, step)
 
@@ -106,15 +105,14 @@ def _tokenizer_origin(directory: RunDirectory, config: RunConfig, store: Path | 
     """Where the tokenizer is: in ``store``, in the run, or in the store that the run's configuration names."""
     if store is not None:
         if not store.exists():
-            raise UserError(f"--store {store}: no token store there")
+            raise UserError(f"--store {store}: no token store")
         return store
     if directory.tokenizer.exists():
         return directory.path
     store = next(iter(config.data.store_paths.values()))  # all of them have the same
     if not store.exists():
         raise UserError(
-            f"{store}: the token store that {directory.config} names is not there, and the run keeps no "
-            "tokenizer. The path is relative to the directory where the run was started: change to it, or use "
-            "--store PATH"
+            f"{store}: the token store of {directory.config} is missing, and the run stores no tokenizer. The path is "
+            "relative to the directory where the run was started: change to it, or use --store PATH"
         )
     return store

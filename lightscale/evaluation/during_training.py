@@ -133,7 +133,7 @@ class DuringTraining:
 
         if self._ranks.on_first(ended_in_it) < MOST_TRIES:
             return True
-        reason = f"the ranks have ended {MOST_TRIES} times while they did it; the output of the ranks says how"
+        reason = f"the ranks failed {MOST_TRIES} times during it; their output has the reason"
         self._report(UserError(reason), what=f"the evaluation after step {step} is skipped", step=step)
         self._run.journal.note(ENDED, step=step, seconds=0.0, tasks=[], is_complete=False)
         return False

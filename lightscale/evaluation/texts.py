@@ -44,7 +44,7 @@ def find_files(paths: Sequence[str], folder: Path) -> list[Path]:
         matches = [Path(name) for name in sorted(glob.glob(whole, recursive=True))]  # noqa: PTH207
         files = [match for match in matches if match.is_file()]
         if not files:
-            what = "is a directory; name files or a pattern in it" if path.is_dir() else "there is no such file"
+            what = "is a directory; use files or a pattern in it" if path.is_dir() else "no such file"
             raise UserError(f"{whole}: {what}")
         found.update(dict.fromkeys(files))
     return list(found)
@@ -67,7 +67,7 @@ def read_file(path: Path, *, columns: Sequence[str] = ("text",)) -> TextFile:
     else:
         column, records = "text", [{"text": _decoded(path, data)}]
     if not any(record[column].strip() for record in records):
-        raise UserError(f"{path}: the file is empty: there is no text in it")
+        raise UserError(f"{path}: the file is empty")
     return TextFile(path=path, xxh3_128=found, documents=records)
 
 
@@ -139,5 +139,5 @@ def check_store(path: Path, source: str, tokenizer: Tokenizer) -> None:
         raise UserError(
             f"{path}: written with the tokenizer {store.tokenizer.name} (sha256 {store.tokenizer.sha256[:16]}…), not "
             f"with that of the run ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…); prepare the text with the "
-            "run's tokenizer, or name its files by `paths`"
+            "run's tokenizer, or list its files in `paths`"
         )

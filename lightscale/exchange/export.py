@@ -1,4 +1,4 @@
-"""A checkpoint as a directory that transformers loads: there whole or not at all.
+"""Export of a checkpoint to a directory for transformers; the directory appears only when complete.
 
 DIR/model-….safetensors, model.safetensors.index.json   the weights, straight from the checkpoint's files
     config.json, generation_config.json                 the shape, and the tokens that begin and end documents;
@@ -52,12 +52,12 @@ class Exported:
 
 
 def check_target(target: Path) -> None:
-    """UserError where something is at ``target`` already, or where no directory can be made there."""
+    """Raise ``UserError`` if ``target`` exists or cannot be created."""
     if os.path.lexists(target):
-        raise UserError(f"--to {target}: there is something already; an export is written to a new directory")
+        raise UserError(f"--to {target}: it exists; use a new directory")
     parent = next(part for part in target.resolve().parents if part.exists())
     if not parent.is_dir():
-        raise UserError(f"--to {target}: {parent} is no directory")
+        raise UserError(f"--to {target}: {parent} is not a directory")
 
 
 def export(
@@ -101,10 +101,10 @@ def export(
 
 
 def check_space(target: Path, num_bytes: int) -> None:
-    """UserError where the disk of ``target`` has less space than the tensors take."""
+    """Raise ``UserError`` if the disk of ``target`` has too little space for the tensors."""
     free = shutil.disk_usage(existing_part(target.resolve())).free
     if free < num_bytes:
-        raise UserError(f"--to {target}: the export takes {num_bytes:,} bytes, and {free:,} are free on its disk")
+        raise UserError(f"--to {target}: the export needs {num_bytes:,} bytes, and {free:,} are free on its disk")
 
 
 def _write_tokenizer(draft: Path, run: TrainedRun) -> None:

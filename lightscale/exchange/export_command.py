@@ -1,4 +1,4 @@
-"""``lightscale export``: write a checkpoint as a directory that transformers loads, or fla."""
+"""``lightscale export``: export a checkpoint to a directory for transformers or fla."""
 
 import argparse
 import re
@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
     add("--to", type=path_argument, required=True, metavar="PATH", help="the new directory to write")
     default, *_ = FORMATS
-    formats = "whose classes load it: fla's (flash-linear-attention) where they compute the same (default: %(default)s)"
+    formats = (
+        "classes that load the export; fla (flash-linear-attention) if they compute the same (default: %(default)s)"
+    )
     add("--format", choices=tuple(FORMATS), default=default, help=formats)
     dtypes = "number format of the weights (default: %(default)s); angles, decays and bounds stay fp32"
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help=dtypes)
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size,
         default="5GB",
         metavar="SIZE",
-        help="of a file at most, such as 500MB or 5GB (default)",
+        help="maximum size of a file, such as 500MB or 5GB (default)",
     )
 
 
@@ -39,12 +41,12 @@ def size(given: str) -> int:
     match = _SIZE.fullmatch(given)
     found = int(float(match["number"]) * _UNITS[match["unit"].upper()]) if match else 0
     if found < 10**6:
-        raise argparse.ArgumentTypeError(f"{shortened(given)!r} is no size of 1MB or more, such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{shortened(given)!r}: use a size of at least 1MB, such as 500MB or 5GB")
     return found
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the export, and say on stderr what it took."""
+    """Write the export, and print size and time on stderr."""
     name, step = split_step(args.run)
     chosen = choose_run(run_path(name), step=step, any_task=True)
     # Behind the arguments, as it imports torch.

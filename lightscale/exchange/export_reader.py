@@ -57,15 +57,15 @@ def open_export(directory: Path) -> Export:
     UserError where there is none, one of another architecture, or its files are damaged or do not fit each other.
     """
     if not (directory / export_config.NAME).is_file():
-        raise UserError(f"{directory}: no model there; expected {export_config.NAME} beside files of tensors")
+        raise UserError(f"{directory}: no model; expected {export_config.NAME} and files of tensors")
     if not any((directory / name).exists() for name in (SINGLE, INDEX)):
         pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
-        why = f"; {pickles[0]} may run code when it is read, and is not" if pickles else ""
+        why = f"; {pickles[0]} could run code when loaded and is not read" if pickles else ""
         raise UserError(f"{directory}: has neither {SINGLE} nor {INDEX}{why}; save the model as safetensors")
     shape, max_tokens = export_config.read_config(directory / export_config.NAME)
     if unknown := [name for name in shape.mixers if name not in MIXER_NAMES]:
         raise UserError(
-            f"{directory / export_config.NAME}: no mixer is called {unknown[0]!r}; known: {', '.join(MIXER_NAMES)}"
+            f"{directory / export_config.NAME}: unknown mixer {unknown[0]!r}; use one of {', '.join(MIXER_NAMES)}"
         )
     headers = {
         name: [entry for entry in entries if not entry.box.key.endswith(_COMPUTED)]
@@ -82,7 +82,7 @@ def open_export(directory: Path) -> Export:
     if not most - padding <= tokenizer.vocab_size <= most:
         raise UserError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, and the model an embedding of "
-            f"{shape.vocab_size}{', of which one row is the mask' * is_masked}; they are not of one model"
+            f"{shape.vocab_size}{', of which one row is the mask' * is_masked}; they belong to different models"
         )
     shape = replace(shape, vocab_size=tokenizer.vocab_size + is_masked)
     return Export(
@@ -107,7 +107,7 @@ def _tokenizer(directory: Path, shape: Shape) -> Tokenizer:
     # Also written as an object with the token's properties.
     name = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(name, str):
-        raise UserError(f"{path}: has no eos_token, which ends documents")
+        raise UserError(f"{path}: no eos_token to end documents")
     file = directory / tokenizer_files.FILE
     content = read_file(file)
     if shape.task == "masked":

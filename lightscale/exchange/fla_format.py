@@ -26,14 +26,15 @@ from lightscale.exchange.trained import TrainedRun
 
 _OUTPUT_EPS = 1e-5
 """That fla's HGRN2 adds to the mean square of a mixer's output."""
-_NO_POSITIONS = "no class of fla has LRPE ([x cos tθ, x sin tθ] of queries and keys) or TPE (a Toeplitz convolution)"
+_NO_POSITIONS = "fla has no LRPE ([x cos tθ, x sin tθ] of queries and keys) or TPE (a Toeplitz convolution)"
 _DIFFERENT = {
     "tnl": (
         "fla's lightning attention decays by exp(-(8/H) (1 - layer/L) h) in head h, in head 0 not at all, "
-        "TNL by exp(-s (1 - layer/(L-1) + 1e-5)), s = 2^(-8(h+1)/H); fla has no model of it, and no LRPE"
+        "TNL by exp(-s (1 - layer/(L-1) + 1e-5)), s = 2^(-8(h+1)/H); fla has neither TNL nor LRPE"
     ),
     "cosformer2": _NO_POSITIONS,
-    "lightnet": f"fla's LightNet gates its output by silu(x W_down W_up), where ours does by sigmoid; {_NO_POSITIONS}",
+    "lightnet": "fla's LightNet gates its output by silu(x W_down W_up), lightscale by sigmoid(x W_down W_up); "
+    f"{_NO_POSITIONS}",
 }
 """Why a mixer cannot be written."""
 _SCALED = """Its HGRN2 scales queries and adds 1e-5 in the norm of each mixer's output, which
@@ -58,7 +59,7 @@ class FlaFormat(ExportFormat):
         reasons = [f"{mixer}: {_DIFFERENT.get(mixer, 'fla has no model of it')}" for mixer in others]
         reasons += _other_forms(shape)
         if shape.task != "causal" or shape.reads_both_ways():
-            reasons.append("fla's language models predict the next token, from those before it")
+            reasons.append("fla's language models predict only the next token")
         if shape.glu_activation != "silu":
             reasons.append(
                 "gated linear units: fla's are silu(x W_1) ⊙ x W_2, and model.glu_activation = 'none' has no silu"
@@ -74,7 +75,7 @@ class FlaFormat(ExportFormat):
             )
         if reasons:
             raise UserError(
-                "--format fla: its classes compute something else; leave --format out for what transformers loads\n"
+                "--format fla: fla's classes compute something else; omit --format to export for transformers\n"
                 + "\n".join(f"  {reason}" for reason in reasons)
             )
 
@@ -155,7 +156,7 @@ class FlaFormat(ExportFormat):
 
     def usage(self, shape: Shape) -> str:
         """See ``ExportFormat``."""
-        needs = "; its softmax attention needs flash-attn too" if "llama" in shape.mixers else ""
+        needs = "; its softmax attention also needs flash-attn" if "llama" in shape.mixers else ""
         scaled = f" {_SCALED}" if "hgrn2" in shape.mixers else ""
         return f"""```python
 import fla  # pip install flash-linear-attention; needs a GPU{needs}
@@ -177,15 +178,15 @@ def _other_forms(shape: Shape) -> list[str]:
     if form.query_activation != "silu":
         reasons.append("hgrn2: fla's queries are silu(x W_q), and query_activation = 'none' has no silu")
     if form.lower_bounds != "from_zero":
-        reasons.append("hgrn2: fla takes the first row from the lower bounds, and lower_bounds = 'to_one' does not")
+        reasons.append("hgrn2: fla subtracts the first row from the lower bounds, lower_bounds = 'to_one' does not")
     if not form.output_projection:
         reasons.append("hgrn2: fla's output is W_o norm(o), and output_projection = false has no W_o")
     if shape.norm == "layernorm":
-        reasons.append("fla's models have RMS norms, and model.norm = 'layernorm' takes the mean off")
+        reasons.append("fla's models have RMS norms, and model.norm = 'layernorm' subtracts the mean")
     if not shape.final_norm:
-        reasons.append("fla's models have a norm before the output layer, and model.final_norm = false has none")
+        reasons.append("fla's models have a norm before the output layer; use model.final_norm = true")
     if not shape.intermediate_size:
-        reasons.append("fla's blocks have a gated linear unit, and model.intermediate_size = 0 has none")
+        reasons.append("fla's blocks have a gated linear unit; model.intermediate_size = 0 has none")
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""The formats that `lightscale export` writes, and where each is implemented: of which library the classes are.
+"""Formats of `lightscale export`, one per library of model classes, and their implementations.
 
 Import strings, because the command's arguments are checked without torch.
 """
@@ -25,11 +25,11 @@ FORMATS: dict[str, str] = {
 
 
 class ExportFormat(ABC):
-    """How a library has a model: its weights by their names, its configuration, and the code it needs."""
+    """Representation of a model in a library: weights by name, configuration, and the code that it needs."""
 
     @abstractmethod
     def check(self, shape: "Shape") -> None:
-        """UserError for a model that the library's classes do not compute, with the formula that differs."""
+        """Raise ``UserError``, with the formula that differs, for a model that the library's classes do not compute."""
 
     @abstractmethod
     def config(
@@ -59,17 +59,17 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def code(self, shape: "Shape") -> dict[str, str]:
-        """The files of code that an export brings, by their names."""
+        """Code files of an export, by name."""
 
     @abstractmethod
     def usage(self, shape: "Shape") -> str:
-        """How the export is loaded, for its card: Markdown, where PATH is its directory."""
+        """Instructions to load the export, for its model card: Markdown with PATH for its directory."""
 
 
 def format_named(name: str) -> ExportFormat:
     """The format ``name`` of ``FORMATS``; imports torch. UserError where there is none."""
     if name not in FORMATS:
-        raise UserError(f"no format of exports is called {name!r}; use one of {', '.join(FORMATS)}")
+        raise UserError(f"unknown export format {name!r}; use one of {', '.join(FORMATS)}")
     module, _, cls = FORMATS[name].partition(":")
     found: ExportFormat = getattr(importlib.import_module(module), cls)()
     return found

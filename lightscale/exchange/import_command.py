@@ -1,4 +1,4 @@
-"""``lightscale import``: make a run of a model that lightscale or transformers has written."""
+"""``lightscale import``: create a run from a model of lightscale or transformers."""
 
 import argparse
 import sys
@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the run, and say on stderr how to use it."""
+    """Write the run, and print on stderr how to use it."""
     target: Path = args.run if len(args.run.parts) > 1 else RUNS / args.run
     if not (args.directory / "config.json").is_file():
-        raise UserError(f"{args.directory}: no model there; expected config.json beside files of tensors")
+        raise UserError(f"{args.directory}: no model; expected config.json and files of tensors")
     # Behind the arguments, as it imports torch.
     from lightscale.exchange.imported import import_model  # noqa: PLC0415
 

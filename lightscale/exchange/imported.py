@@ -1,6 +1,6 @@
-"""An exported directory as a run: a configuration, a tokenizer and a checkpoint of the weights, at step 0.
+"""Import of an exported directory as a run: configuration, tokenizer and a checkpoint of the weights at step 0.
 
-What came from a run and was exported in fp32 has bitwise its weights. `evaluate`, `generate`, `train.init_from` and
+The weights of a run exported in fp32 return bit for bit. `evaluate`, `generate`, `train.init_from` and
 `export` take it as any other run. Nothing in the directory is executed, and tensors pass from file to file.
 """
 
@@ -56,7 +56,7 @@ def import_model(directory: Path, target: Path) -> Path:
     UserError where something is at ``target``, or ``directory`` has no model that can be read; nothing is written then.
     """
     if os.path.lexists(target):
-        raise UserError(f"--run {target}: there is something already; an import is a new run")
+        raise UserError(f"--run {target}: it exists; use a new run")
     export = open_export(directory)
     config = _config(export)
     with whole_directory(target, others_are_equal=False) as draft:
@@ -79,7 +79,7 @@ def _config(export: Export) -> RunConfig:
         config = load(path)
         found = run_shape(config, num_ids=export.tokenizer.vocab_size)
         if config.model.vocab_size < shape.vocab_size or found != shape:
-            raise UserError(f"{path}: its model is not the one that config.json beside it describes; remove the file")
+            raise UserError(f"{path}: its model differs from config.json in the same directory; remove the file")
         return config
     return RunConfig(
         model=_model(shape),

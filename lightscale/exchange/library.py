@@ -5,7 +5,7 @@
 
     lightscale.load("runs/masked").fill("The [MASK] sat.");  lightscale.load("runs/classes").classify("some text")
 
-Several can be loaded at once. The module is plain PyTorch (``plain/``), in evaluation mode and trainable.
+Several models can be loaded at once. The module is plain PyTorch (``plain/``), in evaluation mode and trainable.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,18 +39,18 @@ class TextModel(LibraryModel[CausalModel]):
     """A language model with its tokenizer; ``module`` maps ids (b, n) and states to logits (b, n, V) and states."""
 
     def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
-        """Of the token behind each: (n, V), or (b, n, V) for rows of ids. Gradients flow."""
+        """Logits of the next token at each position: (n, V), or (b, n, V) for rows of ids. Differentiable."""
         ids = self.ids(text)
         logits: Tensor = self.module(ids.view(-1, ids.size(-1)))[0]
         return logits if ids.dim() == 2 else logits[0]
 
     @torch.inference_mode()
     def loss(self, text: str | Sequence[int] | Tensor) -> float:
-        """Mean negative log-likelihood, in nats, of a text's tokens, or of all ids but the first of each row."""
+        """Mean negative log-likelihood in nats, of the tokens of a text, or of all ids except the first of each row."""
         ids = self.ids(text)
         ids = ids.view(-1, ids.size(-1))
         if ids.size(1) < 2:
-            raise UserError("the text has no token whose loss could be said; it is empty, or ids are only one")
+            raise UserError("the text has no token to score: it is empty or has one id")
         total, states = 0.0, None
         # The logits of a long text would be by far the largest tensor.
         for start in range(0, ids.size(1) - 1, PREFILL_TOKENS):
@@ -72,7 +72,7 @@ class TextModel(LibraryModel[CausalModel]):
         stop: Sequence[str] = (),
         seed: int = 0,
     ) -> str:
-        """The text with which the model continues ``prompt``; see ``stream``."""
+        """Continue ``prompt`` and return the new text; arguments as for ``stream``."""
         sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
         )
@@ -90,17 +90,17 @@ class TextModel(LibraryModel[CausalModel]):
         stop: Sequence[str] = (),
         seed: int = 0,
     ) -> Iterator[str]:
-        """The same in parts, each as soon as it is certain.
+        """Continue ``prompt`` and yield the new text in parts, each as soon as it is final.
 
         Args:
-            prompt: the document so far; empty: the model begins it.
-            tokens: at most; fewer where the model ends the text.
-            temperature: divides the logits; 0: always the most probable token.
-            top_k: only the k most probable tokens are possible.
-            top_p: only the fewest tokens that together have this probability are possible.
-            repetition_penalty: makes tokens less probable that the document has (``Sampling``); 1: none.
-            stop: the text ends before the first of these.
-            seed: of the random choices.
+            prompt: the document so far; empty: the model starts a document.
+            tokens: maximum number of new tokens; fewer if the model ends the text.
+            temperature: divisor of the logits; 0: always the most probable token.
+            top_k: sample only from the k most probable tokens.
+            top_p: sample only from the smallest set of tokens with this total probability.
+            repetition_penalty: lowers the probability of tokens already in the document (``Sampling``); 1: no penalty.
+            stop: strings; the text ends before the first one.
+            seed: random seed.
         """
         sampling = Sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
@@ -136,23 +136,23 @@ class TextModel(LibraryModel[CausalModel]):
         rows = torch.tensor([ids], device=self.device)
         for part in rows.split(PREFILL_TOKENS, dim=1):
             logits, states = self.module(part, states, last_only=True)
-        assert states is not None, "no token to feed"
+        assert states is not None, "no token to read"
         return logits[0, -1], states
 
 
 def load(
     source: str | PathLike[str], *, device: str = "auto", dtype: torch.dtype | None = None
 ) -> TextModel | FillMaskModel | TextClassifier:
-    """The model of a run, ``"runs/x"`` or ``"runs/x@step"``, or of an exported directory, by its task.
+    """Load the model of a run (``"runs/x"`` or ``"runs/x@step"``) or of an exported directory.
 
     Args:
-        source: a run's directory, or NAME for runs/NAME, with @STEP for another checkpoint than the newest whole one;
-            or what ``lightscale export`` has written.
-        device: "auto", "cpu" or "cuda"; auto: a GPU where there is one.
-        dtype: of the weights; None: as they are in the files. Angles, decays and bounds stay fp32 in half precision.
+        source: a run's directory, or NAME for runs/NAME, with @STEP for a checkpoint other than the newest intact one;
+            or a directory of ``lightscale export``.
+        device: "auto", "cpu" or "cuda"; auto: a GPU if available.
+        dtype: dtype of the weights; None: as stored. Angles, decays and bounds stay fp32 in half precision.
 
     Raises:
-        UserError: no such run, checkpoint or export, or one that is damaged.
+        UserError: the run, checkpoint or export is missing or damaged.
     """
     where, opened = _device(device), _opened(source)
     # Every weight is put in its place as it is read.
@@ -180,14 +180,14 @@ def _opened(source: str | PathLike[str]) -> OpenedModel:
     if is_export(path):
         return open_export(path)
     if path.is_dir() and not (path / "config.toml").exists():
-        raise UserError(f"{path} is neither a run (config.toml) nor an export (config.json)")
+        raise UserError(f"{path}: not a run (config.toml) or an export (config.json)")
     run, step = split_step(str(source))
     return open_run(choose_run(run_path(run), step=step, any_task=True))
 
 
 def _device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device = {name!r}: expected one of auto, cpu, cuda")
+        raise UserError(f"device = {name!r}: use auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu'")
+        raise UserError("device = 'cuda', but PyTorch finds no GPU; use 'auto' or 'cpu'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""What ``lightscale.load`` gives of each task: what all have in common, and those that predict no next token.
+"""Models that ``lightscale.load`` returns: the common base class, and the models of masks and labels.
 
 model = lightscale.load("runs/masked")
 model.fill("The [MASK] sat on the mat."); model.logits("The [MASK] sat."); model.embed("some text")
@@ -23,7 +23,7 @@ Module = TypeVar("Module", bound=PlainModel)
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """What may stand in the place of a mask."""
+    """One candidate token for a mask."""
 
     token: str
     """Its text, with the space that it begins with."""
@@ -33,10 +33,8 @@ class Filling:
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryModel(Generic[Module]):
-    """A model with its tokenizer.
-
-    Texts are documents: where one is given, the end-of-text token is put before it, as in training. Where ids are
-    given, they are taken as they are.
+    """A model with its tokenizer. Texts are documents: the end-of-text token is added before a text, as in training.
+    Ids are used unchanged.
     """
 
     module: Module
@@ -49,16 +47,16 @@ class LibraryModel(Generic[Module]):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.module.model.embed_tokens.weight.device
 
     def ids(self, text: str | Sequence[int] | Tensor) -> Tensor:
-        """(n,) of a text, its end-of-text token first, or of ids; or (b, n) of a tensor of them."""
+        """Token ids: (n,) of a text, after the end-of-text token, or of ids; (b, n) of a tensor of rows."""
         if isinstance(text, str):
             text = self._encoded(text)
         found = torch.as_tensor(text, dtype=torch.int64, device=self.device)
         if found.dim() not in (1, 2) or not found.numel():
-            raise UserError(f"ids must be (n,) or (b, n), one at least; got the shape {tuple(found.shape)}")
+            raise UserError(f"ids must be (n,) or (b, n) with at least one id; got the shape {tuple(found.shape)}")
         rows = self.module.shape.vocab_size
         if int(found.min()) < 0 or int(found.max()) >= rows:
             raise UserError(f"ids must be from 0 to {rows - 1}; got {int(found.min())} to {int(found.max())}")
@@ -66,16 +64,16 @@ class LibraryModel(Generic[Module]):
         return found
 
     def check_length(self, tokens: int) -> None:
-        """UserError for a document of more tokens than the model has learned positions."""
+        """Raise ``UserError`` for a document with more tokens than learned positions."""
         known = self.module.shape.learned_positions
         if known and tokens > known:
             raise UserError(f"{tokens} tokens, but {self.origin} has {known} learned positions; use fewer tokens")
 
     @torch.inference_mode()
     def embed(self, text: str | Sequence[int] | Tensor, pooling: Literal["mean", "last"] = "mean") -> Tensor:
-        """(d,) of a text, or (b, d) for rows of ids: the mean of its tokens' last states, or that of the last one."""
+        """Embedding (d,) of a text, or (b, d) for rows of ids: the mean of the last states, or the last token's."""
         if pooling not in ("mean", "last"):
-            raise UserError(f"pooling = {pooling!r}: expected mean or last")
+            raise UserError(f"pooling = {pooling!r}: use mean or last")
         ids = self.ids(text)
         found = pooled(self.module.model(ids.view(-1, ids.size(-1)))[0], None, pooling)
         return found if ids.dim() == 2 else found[0]
@@ -88,18 +86,18 @@ class _PredictsNoText(LibraryModel[Module]):
     """What a model that reads whole texts cannot do is refused with the reason, by the names that others have."""
 
     def generate(self, *args: object, **kwargs: object) -> NoReturn:
-        """UserError: such a model does not continue a text."""
+        """Raise ``UserError``: this model does not continue a text."""
         raise UserError(
-            f'{self.origin}: its task is "{self.module.shape.task}": only a model that predicts the next token, '
-            f'task.name = "causal", generates text; this one has {self._has}, logits and embed'
+            f'{self.origin}: its task is "{self.module.shape.task}": only models that predict the next token '
+            f'(task.name = "causal") generate text; this model has {self._has}, logits and embed'
         )
 
     def stream(self, *args: object, **kwargs: object) -> NoReturn:
-        """UserError: as ``generate``."""
+        """Raise ``UserError``, as ``generate`` does."""
         self.generate()
 
     def loss(self, *args: object, **kwargs: object) -> NoReturn:
-        """UserError: it is the next token's."""
+        """Raise ``UserError``: the loss is that of the next token."""
         self.generate()
 
     @property
@@ -116,17 +114,17 @@ class FillMaskModel(_PredictsNoText[MaskedModel]):
         return self.tokenizer.vocab_size
 
     def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
-        """Of what stands at each token: (n, V), or (b, n, V) for rows of ids; the mask is no answer. Gradients flow."""
+        """Logits of the token at each position: (n, V), or (b, n, V) for rows, without the mask. Differentiable."""
         ids = self.ids(text)
         logits: Tensor = self.module(ids.view(-1, ids.size(-1)))
         return logits if ids.dim() == 2 else logits[0]
 
     @torch.inference_mode()
     def fill(self, text: str | Sequence[int], *, top: int = 5) -> list[list[Filling]]:
-        """For each mask of a text, or of its ids, the ``top`` tokens that are most probable there."""
+        """The ``top`` most probable tokens for each mask of a text or of ids."""
         ids = self.ids(text)
         if ids.dim() != 1 or not (ids == self.mask_id).any():
-            raise UserError(f"no mask in the text; write {MASK_TEXT} for each token that is to be predicted")
+            raise UserError(f"no mask in the text; write {MASK_TEXT} for each token to predict")
         if top < 1:
             raise UserError(f"top = {top}: must be at least 1")
         shares = self.logits(ids)[ids == self.mask_id].float().softmax(-1).topk(min(top, self.tokenizer.vocab_size))
@@ -146,20 +144,20 @@ class FillMaskModel(_PredictsNoText[MaskedModel]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextClassifier(_PredictsNoText[Classifier]):
-    """A model that names the class of a text, and its tokenizer."""
+    """A model that classifies texts, and its tokenizer."""
 
     classes: tuple[str, ...] = ()
     """The names of the classes, by number, as far as they are known."""
 
     def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
-        """Of the classes: (labels,), or (b, labels) for rows of ids. Gradients flow."""
+        """Logits of the classes: (labels,), or (b, labels) for rows of ids. Differentiable."""
         ids = self.ids(text)
         logits: Tensor = self.module(ids.view(-1, ids.size(-1)))
         return logits if ids.dim() == 2 else logits[0]
 
     @torch.inference_mode()
     def classify(self, text: str | Sequence[int]) -> dict[str, float]:
-        """The probability of each class by its name, or its number where it has none, the most probable first."""
+        """Probability of each class by name (by number if it has no name), most probable first."""
         ids = self.ids(text)
         if ids.dim() != 1:
             raise UserError(f"classify takes one text; got ids of the shape {tuple(ids.shape)}")

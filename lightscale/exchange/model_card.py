@@ -13,13 +13,13 @@ from lightscale.runs.run_directory import RunDirectory
 NAME = "README.md"
 _PIPELINES = {"causal": "text-generation", "masked": "fill-mask", "classify": "text-classification"}
 _SPELLED = (
-    "A text that spells a special token is ordinary text.",
-    "`[MASK]` in a text is the mask, and what spells another special token is that token.",
+    "Special tokens spelled in a text are read as ordinary text.",
+    "`[MASK]` in a text is the mask; other special tokens spelled in a text are also read as such.",
 )
 _KINDS = {
     "causal": "A language model",
-    "masked": "A model that fills masks, and reads what stands before and behind them,",
-    "classify": "A model that names the class of a text,",
+    "masked": "A model that fills masks from the text before and after them,",
+    "classify": "A model that classifies texts,",
 }
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 
@@ -48,22 +48,32 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
     return f"""---
 library_name: transformers
 pipeline_tag: {_PIPELINES[shape.task]}
-tags: [lightscale, linear-attention]
+tags: [lightscale, "
+        "
+        f"f"linear-attention]
 ---
 
-# {run.chosen.directory.path.resolve().name}, step {run.step}
+# {run.chosen.directory.path.resolve().name}, step "
+        f"{run.step}
 
-{_KINDS[shape.task]} trained with lightscale {run.manifest.facts["versions"].get("lightscale", "")}. {_about(config)}
+{_KINDS[shape.task]} "
+        f"trained with lightscale "
+        f"{run.manifest.facts["versions"].get("lightscale", "")}. {_about(config)}
 
-| | |
+| | "
+        "
+        f"f"|
 |---|---|
 {table}
 
 {usage}
 
-A document begins with the end-of-text token, which the tokenizer puts before every text
-(`add_special_tokens=False`: not). {_SPELLED[shape.task == "masked"]} Each row is one document;
-padding may stand on either side.
+Documents start with the end-of-text token; the tokenizer adds it before "
+ "
+        f"       f"every text
+(`add_special_tokens=False`: not). {_SPELLED[shape.task == "masked"]} Each row is one "
+        f""
+        f"document; padding can be on either side.
 
 Checkpoint: manifest {_manifest_hash(run)}.
 """
@@ -72,7 +82,7 @@ Checkpoint: manifest {_manifest_hash(run)}.
 def _task(run: TrainedRun) -> str:
     shape = run.shape
     if shape.task == "masked":
-        return "masked: tokens that are hidden by the mask, the id behind the tokenizer's last"
+        return "masked: tokens hidden by the mask, whose id follows the tokenizer's last id"
     if shape.task == "classify":
         names = f": {', '.join(run.classes[:8])}{', …' * (len(run.classes) > 8)}" if run.classes else ""
         return f"classify: {shape.num_labels} classes{names}"
@@ -84,8 +94,8 @@ def _about(config: RunConfig) -> str:
         return ""
     if "llama" in config.model.layers:
         kind = "Its layers" if {*config.model.layers} == {"llama"} else "Some of its layers"
-        return f"{kind} attend by softmax, so that the memory of generation grows with the text."
-    return "Its layers mix tokens linearly: generation takes constant memory and time for each token."
+        return f"{kind} use softmax attention, so the memory of generation grows with the text."
+    return "Its layers mix tokens linearly: generation takes constant memory and time per token."
 
 
 def _measured(run: RunDirectory, step: int) -> dict[str, str]:

@@ -90,7 +90,7 @@ def open_run(chosen: ChosenRun) -> TrainedRun:
             return _opened(chosen, shape, name, tuple(refused))
         except DamagedCheckpoint as error:
             refused.append(str(error))
-    raise UserError("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused))
+    raise UserError("no intact checkpoint:\n" + "\n".join(f"  {line}" for line in refused))
 
 
 def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tuple[str, ...]) -> TrainedRun:
@@ -100,8 +100,8 @@ def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tupl
     tokenizer, expected = chosen.tokenizer, state["data"]["fingerprint"]["tokenizer"]
     if tokenizer.sha256 != expected:
         raise UserError(
-            f"{chosen.tokenizer_origin}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) is not the "
-            f"one that {path} was trained with (sha256 {expected[:16]}…)"
+            f"{chosen.tokenizer_origin}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) differs "
+            f"from the tokenizer of {path} (sha256 {expected[:16]}…)"
         )
     tensors = StoredTensors(path, read_headers(path, manifest))
     rows = exported_tensors(chosen.config.model, vocab_size=shape.vocab_size)

@@ -30,7 +30,7 @@ def loss_chunk_tokens(tokens: int, logits_bytes: int, room: int = LOGITS_WORKSPA
 
 
 class CostClass(Enum):
-    """What bounds the time of an operator: which speed of ``planning.hardware.Hardware`` a prediction takes."""
+    """Bottleneck of an operator, which selects the speed of ``planning.hardware.Hardware`` in a prediction."""
 
     SCAN = "scan"
     """Matrix products in chunks around a state whose decay is per head, per mode, or none."""
@@ -45,7 +45,7 @@ class CostClass(Enum):
 
 
 class StateAlgebra(Enum):
-    """How the tokens of a segment act on the state that enters it."""
+    """Effect of the tokens of a segment on the state that enters it."""
 
     DIAGONAL = "diagonal"
     """S_out = D ⊙ S_in + S_loc."""
@@ -82,7 +82,7 @@ class StateTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StateDescription:
-    """What an operator keeps of the tokens before."""
+    """State that an operator keeps of earlier tokens."""
 
     tensors: tuple[StateTensor, ...]
     algebra: StateAlgebra
@@ -137,8 +137,8 @@ class Operator:
         known = BackendName.__args__  # type: ignore[attr-defined]
         if not self.name or len(set(names)) < len(names) or not set(names) <= set(known):
             raise UserError(
-                f"operator {self.name!r}: back-ends {', '.join(names) or 'none'}; an operator has a name, and each "
-                f"back-end once, out of {', '.join(known)}"
+                f"operator {self.name!r}: back-ends {', '.join(names) or 'none'}; set a name, and list each back-end "
+                f"once, out of {', '.join(known)}"
             )
 
     @property
@@ -147,11 +147,11 @@ class Operator:
         return tuple(backend.name for backend in self.backends)
 
     def backend(self, name: str) -> Backend:
-        """The back-end called ``name``; UserError with those that there are."""
+        """The back-end ``name``; ``UserError`` lists the available ones."""
         for backend in self.backends:
             if backend.name == name:
                 return backend
-        raise UserError(f"{self.name} has no backend {name!r}; known here: {', '.join(self.backend_names) or PYTORCH}")
+        raise UserError(f"{self.name} has no backend {name!r}; use {', '.join(self.backend_names) or PYTORCH}")
 
     @property
     def chunk_size(self) -> int:
@@ -163,42 +163,42 @@ class Operator:
         for backend in self.backends:
             if backend.chunk_size is not None:
                 return backend.chunk_size
-        raise UserError(f"operator {self.name!r} has no back-end with a chunk_size, by which FLOPs could be counted")
+        raise UserError(f"operator {self.name!r} has no back-end with a chunk_size to count FLOPs")
 
 
 _OPERATORS: dict[str, Operator] = {}
 
 
 def register(operator: Operator) -> Operator:
-    """Make an operator known in this process, and return the one that is known: the first of equal ones.
+    """Register an operator in this process, and return the registered one: the first of equal descriptions.
 
     Raises:
-        UserError: the name is that of another operator.
+        UserError: another operator has the same name.
     """
     known = _OPERATORS.setdefault(operator.name, operator)
     if known != operator:
-        raise UserError(f"operator {operator.name!r} is registered already, with another description: {known}")
+        raise UserError(f"operator {operator.name!r} is already registered with a different description: {known}")
     return known
 
 
 def get_operator(name: str) -> Operator:
-    """The operator called ``name``; UserError with the known ones otherwise."""
+    """The operator ``name``; ``UserError`` lists the known ones."""
     if name not in _OPERATORS:
         raise UserError(
-            f"no operator {name!r}; known: {', '.join(sorted(_OPERATORS))}; "
-            "another one is described by lightscale.kernels.operators.register"
+            f"no operator {name!r}; use one of {', '.join(sorted(_OPERATORS))}, or add one with "
+            "lightscale.kernels.operators.register"
         )
     return _OPERATORS[name]
 
 
 def state_grows(name: str) -> bool:
-    """Whether the operator called ``name`` has a state whose size depends on the number of tokens."""
+    """Whether the state of operator ``name`` grows with the number of tokens."""
     state = get_operator(name).state
     return state is not None and state.grows
 
 
 def operator_names() -> tuple[str, ...]:
-    """Of all operators that are known, in the order in which they were registered."""
+    """Names of all operators, in the order of registration."""
     return tuple(_OPERATORS)
 
 

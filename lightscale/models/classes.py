@@ -13,7 +13,7 @@ from lightscale.models.specs.interface import PartSpec
 def mixer_class(name: str) -> type[Mixer]:
     """The mixer called ``name``; UserError with the nearest known names otherwise."""
     found = imported_class(name)
-    assert isinstance(found, type) and issubclass(found, Mixer), f"mixer {name}: {found} is no Mixer"
+    assert isinstance(found, type) and issubclass(found, Mixer), f"mixer {name}: {found} is not a Mixer"
     return found
 
 

@@ -134,19 +134,19 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
         there, here = getattr(source, key), getattr(target, key)
         if there != here:
             raise UserError(
-                f"its model.{key} is {there} and that of this run {here}; weights are kept only where it is the same: "
-                f"use model.{key}={there}"
+                f"its model.{key} is {there} and that of this run {here}; kept weights need the same value: use "
+                f"model.{key}={there}"
             )
     if all(getattr(source, key) == getattr(target, key) for key in ("layers", "num_heads", "head", "vocab_size")):
         return None
     if target.vocab_size < source.vocab_size:
         raise UserError(
-            f"its model.vocab_size is {source.vocab_size} and that of this run {target.vocab_size}, which has no place "
-            f"for all of its ids: use model.vocab_size={source.vocab_size} or more"
+            f"its model.vocab_size is {source.vocab_size} and that of this run {target.vocab_size}, fewer than its "
+            f"ids: use model.vocab_size={source.vocab_size} or more"
         )
     if source.head is None and target.head is None and target.tie_word_embeddings > source.tie_word_embeddings:
         raise UserError(
-            "it has an output layer of its own, which model.tie_word_embeddings = true replaces by the embedding: use "
+            "model.tie_word_embeddings = true replaces its separate output layer by the embedding: use "
             "model.tie_word_embeddings=false"
         )
     given, taken = _weights(source, target), _weights(target, source)
@@ -185,7 +185,7 @@ def other_settings(source: ModelConfig, target: ModelConfig) -> list[str]:
 
 def _beginning(weight: RoleWeight, source: RoleWeight | None) -> Beginning:
     if source is None:
-        return Beginning(weight=weight, source=None, reason="the source has none")
+        return Beginning(weight=weight, source=None, reason="missing in the source")
     if source.rows_shape != weight.rows_shape:
         reason = f"{source.rows_shape} there and {weight.rows_shape} here"
         return Beginning(weight=weight, source=None, reason=reason)

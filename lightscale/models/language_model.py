@@ -203,7 +203,7 @@ def _added(
 ) -> tuple[str, ...]:
     """Build ``parts`` as submodules of ``module`` under their own names, which begin the names of their parameters."""
     for part in parts:
-        assert not hasattr(module, part.spec.name), f"{type(module).__name__} has a {part.spec.name} of its own"
+        assert not hasattr(module, part.spec.name), f"{type(module).__name__} has its own {part.spec.name}"
         module.add_module(part.spec.name, part(config, model, groups, stage=stage))
     return tuple(part.spec.name for part in parts)
 

@@ -15,7 +15,7 @@ from lightscale.models.specs.tpe import TPESpec
 def mixer_spec(name: str) -> type[MixerSpec]:
     """That of the mixer called ``name``; UserError with the nearest known names otherwise."""
     found = imported_spec(name)
-    assert isinstance(found, type) and issubclass(found, MixerSpec), f"mixer {name}: {found} is no MixerSpec"
+    assert isinstance(found, type) and issubclass(found, MixerSpec), f"mixer {name}: {found} is not a MixerSpec"
     return found
 
 
@@ -50,7 +50,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
     parts = shared_specs(model)
     if model.tpe is not None and TPESpec not in parts:
         raise UserError(
-            f"model.tpe: no layer of model.mixer = {model.mixer!r} asks for the positional encoding; leave it out"
+            f"model.tpe: no layer of model.mixer = {model.mixer!r} uses the positional encoding; remove the table"
         )
     for part in parts:
         part.check(model)

@@ -13,12 +13,12 @@ def describe_fused_kernels() -> str:
         for name, module in (("apex", "apex.optimizers"), ("Transformer Engine", "transformer_engine"))
         if _has(module)
     ]
-    text = f"fused kernels: {' and '.join(found) or 'none, neither NVIDIA apex nor Transformer Engine is installed'}"
+    text = f"fused kernels: {' and '.join(found) or 'none; NVIDIA apex and Transformer Engine are not installed'}"
     wrong = wrong_apex()
     return text if wrong is None else f"{text}; {wrong} is not NVIDIA's apex and is not used: {APEX_REMEDY}"
 
 
-APEX_REMEDY = "uninstall it, and build NVIDIA's from its source"
+APEX_REMEDY = "uninstall it and build NVIDIA apex from source"
 
 
 def wrong_apex() -> str | None:

@@ -68,19 +68,20 @@ class Mesh:
 
 def _choose_device(device: str, local_rank: int) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"train.device = {device!r}: expected one of auto, cpu, cuda")
+        raise UserError(f"train.device = {device!r}: use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device = 'cuda', but PyTorch sees no GPU; use 'auto' or 'cpu'")
+        raise UserError("train.device = 'cuda', but PyTorch finds no GPU; use 'auto' or 'cpu'")
     if device == "cpu" and torch.cuda.is_available():
         raise UserError(
-            "train.device = 'cpu', but this machine has a GPU, which Megatron would use; hide it: CUDA_VISIBLE_DEVICES="
+            "train.device = 'cpu', but this machine has a GPU, which Megatron would use; hide it with "
+            "CUDA_VISIBLE_DEVICES="
         )
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"process {local_rank} of this machine has no GPU of its own: {torch.cuda.device_count()} are visible; "
-            "start at most one process per GPU"
+            f"process {local_rank} of this machine has no GPU: {torch.cuda.device_count()} are visible; start at most "
+            "one process per GPU"
         )
     return torch.device("cuda", local_rank)
 

@@ -117,7 +117,7 @@ def _weight_shards(chunks: Sequence[nn.Module]) -> Iterator[_WeightShard]:
         apply_factories(tensors)
         for tensor in nested_values(tensors):
             if not isinstance(tensor, ShardedTensor):
-                assert not getattr(tensor, "data", None), f"{tensor}: only parameters are kept in checkpoints"
+                assert not getattr(tensor, "data", None), f"{tensor}: checkpoints store only parameters"
                 continue
             # Megatron gives views, under names that need not be the parameter's (a tied output layer has the
             # embedding's): the address says which parameter one belongs to.

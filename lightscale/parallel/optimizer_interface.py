@@ -1,4 +1,4 @@
-"""What the engine asks of an optimizer, and how one is built from its spec."""
+"""Interface between engine and optimizers, and construction from a spec."""
 
 import pkgutil
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from lightscale.parallel.optimizer_spec import OptimizerSpec
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedState:
-    """What the optimizer of this rank keeps of one parameter: its elements first … last - 1, once flattened."""
+    """Optimizer state of one parameter on this rank: its elements first … last - 1, flattened."""
 
     first: int
     last: int
@@ -42,7 +42,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Drop what earlier steps left of gradients, apart from the buffers of ``models``."""
+        """Drop gradients of earlier steps, except the buffers of ``models``."""
 
     @abstractmethod
     def gradient_norm(self) -> float:
@@ -57,23 +57,23 @@ class Optimizer(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Make the state what it was before the first step, for the weights that the model has now."""
+        """Reset the state to the start of training, for the current weights of the model."""
 
     @abstractmethod
     def copy_from_model(self) -> None:
-        """Make the fp32 weights those of the model."""
+        """Copy the model's weights to the fp32 weights."""
 
     @abstractmethod
     def copy_to_model(self) -> None:
-        """Make this rank's part of the model's weights what the fp32 weights say; the engine gathers the others'."""
+        """Copy the fp32 weights to this rank's part of the model's weights; the engine gathers the other parts."""
 
     @abstractmethod
     def owned(self, parameter: nn.Parameter) -> OwnedState | None:
-        """What this rank keeps of ``parameter``, not a copy; None where it keeps nothing of it."""
+        """State of ``parameter`` on this rank, not a copy; None if this rank has none."""
 
     @abstractmethod
     def counters(self) -> dict[str, int]:
-        """State that is no tensor of a parameter's shape; the same on every rank."""
+        """State outside tensors of a parameter's shape; equal on every rank."""
 
     @abstractmethod
     def set_counters(self, counters: Mapping[str, int]) -> None:
@@ -83,7 +83,7 @@ class Optimizer(ABC):
 def build_optimizer(
     spec: OptimizerSpec, models: Sequence[DistributedDataParallel], config: TransformerConfig, *, on_gpu: bool
 ) -> Optimizer:
-    """The optimizer that ``spec`` names, over ``models``."""
+    """Build the optimizer of ``spec`` over ``models``."""
     # By name, because a spec is read where torch must not be loaded, and imports none of this.
     implementation: Any = pkgutil.resolve_name(spec.implementation)
     optimizer: Optimizer = implementation(spec, models, config, on_gpu=on_gpu)

@@ -1,4 +1,4 @@
-"""What is known of an optimizer before it is built: its options, the names and the bytes of its state.
+"""Facts about an optimizer before it is built: options, names and bytes of its state.
 
 Imports neither torch nor Megatron: `lightscale plan` counts memory and time from this alone.
 """
@@ -18,7 +18,7 @@ _BF16_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
-    """An optimizer's constants. The learning rate is not among them: it is given at every step.
+    """Constants of an optimizer. The learning rate is an argument of every step.
 
     ``state`` and ``step_counter`` are part of the checkpoint format; a checkpoint is found by these names.
     """
@@ -40,11 +40,11 @@ class OptimizerSpec(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, config: OptimizerConfig) -> Self:
-        """The constants that section [optimizer] gives."""
+        """Constants from section [optimizer]."""
 
     @property
     def state_bytes(self) -> int:
-        """Per parameter, all of ``state``; the fp32 weights that bf16 training keeps beside are not counted."""
+        """Bytes of ``state`` per parameter, without the fp32 weights of bf16 training."""
         return _FP32_BYTES * len(self.state)
 
     @property
@@ -58,7 +58,7 @@ class OptimizerSpec(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronSpec(OptimizerSpec):
-    """An optimizer that Megatron core computes: its options are all there is to write."""
+    """An optimizer of Megatron core; a subclass only sets its options."""
 
     implementation: ClassVar[str] = "lightscale.parallel.megatron_optimizer:MegatronOptimizer"
 

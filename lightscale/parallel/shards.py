@@ -118,10 +118,10 @@ def fault_of_cover(boxes: Iterable[Box]) -> str | None:
             return f"{key} has several shapes: {', '.join(map(str, sorted(shapes)))}"
         found, whole = sum(box.numel for box in parts), math.prod(parts[0].shape)
         if found != whole:
-            return f"{key} of {parts[0].shape} has {whole} elements, and {found} are held"
+            return f"{key} of {parts[0].shape} has {whole} elements, and the ranks hold {found}"
         if (corner := _odd_corner(parts)) is not None:
             times = sum(_holds(box, corner) for box in parts)
-            return f"{key} is held {times} times at {corner}"
+            return f"{key} is stored {times} times at {corner}"
     return None
 
 

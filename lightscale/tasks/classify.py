@@ -61,9 +61,11 @@ class Classify(TrainingTask):
         dtype = source.document_arrays.get(name)
         if dtype is None:
             names = ", ".join(source.document_arrays) or "none"
-            raise UserError(f'task.label = "{name}": {where} has no such array of its documents; it has {names}')
+            raise UserError(f'task.label = "{name}": {where} has no such document array; it has {names}')
         if dtype.subdtype is not None or dtype.kind not in "iu":
-            raise UserError(f'task.label = "{name}": in {where} it is {dtype}; labels are one whole number a document')
+            raise UserError(
+                f'task.label = "{name}": in {where} it is {dtype}; it must hold one whole number per document'
+            )
         for first in range(0, source.num_documents, _DOCUMENTS_AT_ONCE):
             last = min(first + _DOCUMENTS_AT_ONCE, source.num_documents)
             labels = source.document_values(name, first, last)

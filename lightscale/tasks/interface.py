@@ -1,4 +1,4 @@
-"""What every training task is: which inputs and labels it makes of the text, and what its models can do."""
+"""Interface of training tasks: inputs and labels made from text, and abilities of the models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
@@ -18,9 +18,9 @@ class TrainingTask(ABC):
     options: ClassVar[type[TaskConfig]]
     """The keys of [task], ``name`` among them."""
     directions: ClassVar[frozenset[Direction]]
-    """What its layers may read; all mixers of a model must fit."""
+    """Tokens that its layers can read; all mixers of a model must fit."""
     writes_text: ClassVar[bool] = False
-    """Whether a model predicts the next token: such are scored on text and generate it."""
+    """Whether its models predict the next token, so they score and generate text."""
     predicts_labels: ClassVar[bool] = False
     """Whether labels of documents are predicted, by ``model.head``; otherwise tokens."""
     measures_accuracy: ClassVar[bool] = False
@@ -28,19 +28,19 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
-        """UserError for ``sources`` of a store, or a model for its tokenizer, that the task cannot take."""
+        """Raise ``UserError`` if the task cannot use ``sources`` of the store, or the model with its tokenizer."""
 
     @abstractmethod
     def targets(self, store: TokenStore, *, validation: bool) -> Targets | None:
-        """What makes inputs and labels of the rows of ``store``; None: every token's label is the next one."""
+        """Factory of inputs and labels for the rows of ``store``; None: the label of a token is the next token."""
 
     def class_names(self, store: TokenStore) -> list[str]:
-        """What the store calls the classes of its documents that are predicted, by number; none: nothing."""
+        """Names of the predicted classes in the store, by number; none: unnamed."""
         return []
 
 
 def task_of(config: RunConfig) -> TrainingTask:
-    """The task of a run."""
+    """Training task of a run."""
     found = task_class(config.task.name)(config.task)
     assert isinstance(found, TrainingTask), f"task {config.task.name}: {found} is no TrainingTask"
     return found

@@ -45,24 +45,24 @@ class MaskedConfig(TaskConfig):
 
     name: Literal["masked"] = "masked"
     mlm_probability: Share = 0.15
-    """Share of the tokens that are predicted."""
+    """Share of the tokens to predict."""
     validation_mlm_probability: Share | None = None
-    """The same in validation, whose masks never change; none: as mlm_probability."""
+    """Share of the tokens to predict in validation, where masks never change; none: mlm_probability."""
     whole_word_mask: bool = False
-    """Whether all tokens of a word are predicted or none, by the characters of the tokens; otherwise each by itself."""
+    """Whether to mask whole words, found by the characters of the tokens; otherwise single tokens."""
     mask_replace_prob: ZeroToOne = 0.8
-    """Of those predicted, the share that the model sees as the mask."""
+    """Share of the predicted tokens that the mask replaces."""
     random_replace_prob: ZeroToOne = 0.1
-    """Of those predicted, the share that the model sees as some other token; it sees the rest as they are."""
+    """Share of the predicted tokens that a random token replaces; the model sees the remaining tokens unchanged."""
     seed: Seed = 0
-    """Decides which tokens are predicted and what is put in their place."""
+    """Random seed of the masks and replacements."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.mask_replace_prob + self.random_replace_prob > 1:
             raise ValueError(
                 f"task.mask_replace_prob = {self.mask_replace_prob} and task.random_replace_prob = "
-                f"{self.random_replace_prob} are together more than 1; use at most {1 - self.mask_replace_prob:g} for "
+                f"{self.random_replace_prob} add up to more than 1; use at most {1 - self.mask_replace_prob:g} for "
                 "random_replace_prob"
             )
         return self
@@ -84,15 +84,15 @@ class Masked(TrainingTask):
         if model.vocab_size <= ids:
             raise UserError(
                 f'model.vocab_size = {model.vocab_size} leaves no id for the mask of task.name = "masked": '
-                f"{store.tokenizer.name} in {store.path} has {ids} tokens, and the mask is the one behind them; use at "
-                f"least {ids + 1}"
+                f"{store.tokenizer.name} in {store.path} has {ids} tokens, and the mask is the next id; use at least "
+                f"{ids + 1}"
             )
         for source in map(store.source, sources):
             # Every document begins with an end-of-text token.
             if source.num_tokens == source.num_documents:
                 raise UserError(
-                    f"{store.path}: the documents of source {source.name} have no text, so there is nothing to mask "
-                    'for task.name = "masked"; use a store without it'
+                    f"{store.path}: the documents of source {source.name} have no text to mask "
+                    'for task.name = "masked"; use a store without this source'
                 )
 
     def targets(self, store: TokenStore, *, validation: bool) -> "Masks":

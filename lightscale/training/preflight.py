@@ -138,12 +138,12 @@ def check_clocks(ranks: Agreement, clock: Callable[[], float] = time.time) -> li
                     check="clocks",
                     result=result,
                     found=f"at least {abs(least_s):.0f} s {'ahead of' if least_s > 0 else 'behind'} others",
-                    right="less than 2 s: synchronize all hosts with one time server (chrony, NTP)",
+                    right="less than 2 s; synchronize all hosts with one time server (chrony, NTP)",
                     ranks=(rank,),
                     blames_host=2 * len(wrong) < ranks.size,
                 )
             )
-    ok = f"less than {_CLOCK_LIMITS_S['warning']:.0f} s apart, as far as can be measured"
+    ok = f"less than {_CLOCK_LIMITS_S['warning']:.0f} s apart, within measurement error"
     return results or [CheckResult(check="clocks", result="ok", found=ok)]
 
 
@@ -172,7 +172,7 @@ def check_shared(ranks: Agreement, directory: Path) -> list[CheckResult]:
     results = []
     for other in sorted(set(seen) - {usual}):
         own = tuple(rank for rank, one in enumerate(seen) if one == other)
-        what = "is another directory than that of the other ranks" if other.isdecimal() else other
+        what = "is a different directory than on the other ranks" if other.isdecimal() else other
         results.append(
             CheckResult(
                 check="shared directory",
@@ -211,8 +211,8 @@ def check_disk(config: RunConfig | None, directory: Path) -> list[CheckResult]:
     next_save = size
     if config is not None and (left := weights_left(config, RunDirectory(directory))):
         weights = weights_bytes(config)
-        found += f", one of weights alone {size_text(weights)}"
-        needed, right = needed + left * weights, f"{right}, and {left} of weights alone until the end of the run"
+        found += f", a weights-only checkpoint {size_text(weights)}"
+        needed, right = needed + left * weights, f"{right}, and {left} weights-only until the end of the run"
         next_save += weights
     if config is not None and (left := exports_left(config, RunDirectory(directory))):
         found += f", an export {size_text(export_bytes(config))}"
@@ -256,7 +256,7 @@ def checkpoint_bytes(config: RunConfig | None, run: RunDirectory) -> tuple[int |
             continue
         return sum(record.num_bytes for record in files.values()) + _SPARE_BYTES, f"as {path.name}"
     if config is None:
-        return None, "no configuration given, so that the size of a checkpoint is unknown"
+        return None, "no configuration given; the checkpoint size is unknown"
     parameters = _num_parameters(config)
     return parameters * _BYTES_PER_PARAMETER + _SPARE_BYTES, f"{parameters:,} parameters"
 
@@ -274,7 +274,7 @@ def _offer(draft: Path, path: Path, text: str) -> str:
             os.link(draft, path)
         return path.read_text(encoding="ascii")
     except OSError as error:
-        return f"cannot be written to ({error.strerror})" if draft.parent.is_dir() else "does not exist there"
+        return f"cannot be written to ({error.strerror})" if draft.parent.is_dir() else "does not exist on this host"
 
 
 def _remove(path: Path) -> None:

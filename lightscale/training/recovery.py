@@ -160,12 +160,12 @@ class Recovery:
             start = f', start a new run with train.init_from = "{self._directory.path}@{kept[-1]}"' if kept else ""
             there = f"only the weights of step {kept[-1]}" if kept else "none at all"
             raise LostCheckpoints(
-                f"{directory} has no checkpoint to resume from, {there}, but the run saved {', '.join(saved)}. Is a "
-                f"file system not mounted? Put them back there{start}, or begin again at step 0 with --allow-change "
-                f"{GIVE_UP}"
+                f"{directory} has no checkpoint to resume from, {there}, but the run saved {', '.join(saved)}. Check "
+                f"whether a file system is not mounted. Restore them{start}, or start again at step 0 with "
+                f"--allow-change {GIVE_UP}"
             )
         self._journal.event("checkpoints_given_up", step=last, checkpoints=list(saved))
-        self._journal.say(f"beginning again at step 0: the checkpoints up to step {last} are given up")
+        self._journal.say(f"starting again at step 0 without the checkpoints up to step {last}")
 
     def roll_back(self, first: int, last: int, reason: str) -> int:
         """Return to the last checkpoint before step `first`, and skip all data from there to step `last`.
@@ -217,8 +217,8 @@ class Recovery:
         run = self._directory.path
         hint = f' in a new run with train.init_from = "{run}@{target}"' if target else ""
         raise UserError(
-            f"{reason}, after {done} rollbacks already "
-            f"(guard.max_rollbacks = {limit}); events.jsonl has the reasons. Check the data of these steps "
+            f"{reason}, after {done} rollbacks (guard.max_rollbacks = {limit}); events.jsonl has the reasons. Check "
+            "the data of these steps "
             f"(lightscale data samples {run} --step {first}); a lower optimizer.lr or longer "
             f"optimizer.warmup_steps{hint} may help"
         )
@@ -261,7 +261,7 @@ class Recovery:
             restored = source.restore(self._engine, step=int(step), weights_only=True, conversion=kept)
         except UserError as error:
             raise UserError(f'train.init_from = "{self._config.train.init_from}": {error}') from None
-        assert restored is not None, "a checkpoint that is not there is an error"
+        assert restored is not None, "the checkpoint is missing"
         self._check_tokenizer(restored)
         self._check_same_start(restored, kept)
         self._journal.say(f"starting from the weights of {restored.path}")
@@ -274,8 +274,8 @@ class Recovery:
         trained, now = restored.common["data"]["fingerprint"]["tokenizer"], store.tokenizer
         if trained != now.sha256:
             raise UserError(
-                f"{restored.path} was trained with another tokenizer (sha256 {trained[:16]}…) than that of "
-                f"{store.path} ({now.name}, sha256 {now.sha256[:16]}…); use a store "
+                f"{restored.path} was trained with a different tokenizer (sha256 {trained[:16]}…) than {store.path} "
+                f"({now.name}, sha256 {now.sha256[:16]}…); use a store "
                 "prepared with the tokenizer of the checkpoint"
             )
 
@@ -286,8 +286,8 @@ class Recovery:
         events = self._ranks.on_first(lambda: read_lines(self._directory.events))
         if any(event["manifest"] != manifest for event in events if event["event"] == "init_from"):
             raise UserError(
-                f'train.init_from = "{self._config.train.init_from}": {restored.path} is another checkpoint than the '
-                f"one that {self._directory.path} began with; start a new run with --run"
+                f'train.init_from = "{self._config.train.init_from}": {restored.path} is not the checkpoint '
+                f"that {self._directory.path} started from; start a new run with --run"
             )
         more = {} if kept is None else {"conversion": kept.table()}
         self._journal.event("init_from", checkpoint=str(restored.path), manifest=manifest, **more)

@@ -31,9 +31,9 @@ def keep_tokenizer(
             return
         if kept is not None and "data" not in allow:
             raise UserError(
-                f"{run.tokenizer} is another tokenizer (sha256 {kept[:16]}…) than that of {store.path} ({now.name}, "
+                f"{run.tokenizer} is a different tokenizer (sha256 {kept[:16]}…) than in {store.path} ({now.name}, "
                 f"sha256 {now.sha256[:16]}…); use a store prepared with the tokenizer of the run, start a new run with "
-                "--run, or accept the other one, at your own risk, with --allow-change data"
+                "--run, or accept the other tokenizer at your own risk with --allow-change data"
             )
         copy_tokenizer(store.path / TOKENIZER_DIR, run.tokenizer, sha256=now.sha256)
         if kept is not None:
@@ -59,5 +59,5 @@ def _kept_sha256(run: RunDirectory, journal: Journal) -> str | None:
     try:
         return files_sha256(run.tokenizer)
     except UserError as error:
-        journal.say(f"{error}; it is copied again from the token store")
+        journal.say(f"{error}; copied again from the token store")
         return None

@@ -254,8 +254,8 @@ class Trainer:
             for one in found:
                 fall_back(one.operator)
                 self.journal.say(
-                    f"WARNING: the Triton kernel of {one} (rank {rank}); this run computes {one.operator} by PyTorch's "
-                    "operators, which is many times slower. `lightscale doctor CONFIG` shows it again"
+                    f"WARNING: the Triton kernel of {one} (rank {rank}); this run computes {one.operator} with "
+                    "PyTorch operators, many times slower. `lightscale doctor CONFIG` repeats the check"
                 )
                 self.journal.event(
                     "kernel_mismatch", operator=one.operator, result=one.result, found=one.found, rank=rank
@@ -343,7 +343,7 @@ class Trainer:
         # Loss and norm are the same numbers on every rank, so that all ranks skip or none. A skipped step changes no
         # weight and no moment; its data counts as used, so that the next step reads other samples.
         grad_norm = self.engine.gradient_norm()
-        skipped = self.guard.judge(sums.mean, grad_norm) if sums.tokens else "nothing of its data is predicted"
+        skipped = self.guard.judge(sums.mean, grad_norm) if sums.tokens else "its data has no label to predict"
         norms: ParameterNorms | None = None
         if skipped is None:
             fault_point("step:optimizer")
@@ -378,7 +378,7 @@ class Trainer:
         # Before each record: rank 0, which writes it, would leave by itself, and the others wait for it.
         if self._largest(self.is_main and self.directory.is_replaced):
             self.directory.check_held()
-            raise DirectoryReplaced(f"{self.directory.path} was removed or replaced, as rank 0 says")
+            raise DirectoryReplaced(f"{self.directory.path} was removed or replaced (seen by rank 0)")
 
     def _by_source(self, sums: LossSums) -> dict[str, Mapping[str, Scalar]]:
         """The mean loss and the tokens of each source in a step; nothing where there is one source."""
@@ -446,7 +446,7 @@ class Trainer:
             )
             sums = self.engine.forward_only(self._to_device(list(batches)), accuracy=self.task.measures_accuracy)
             if not sums.tokens:
-                self.journal.say(f"validation set {name}: nothing of it is predicted")
+                self.journal.say(f"validation set {name}: no label to predict")
                 continue
             by_position = tuple(loss / max(count, 1) for loss, count in sums.by_bucket)
             losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position, accuracy=sums.accuracy)
@@ -520,7 +520,8 @@ class Trainer:
         name = _device_name(self.mesh.device)
         peak = device_peak_flops(name)
         if peak is None:
-            self.journal.say(f"MFU is not known for device {name}")
+            is_cpu = self.mesh.device.type == "cpu"
+            self.journal.say("MFU is not reported on CPUs" if is_cpu else f"MFU is not reported: unknown device {name}")
         return None if peak is None else peak * self.mesh.world_size
 
     def _describe(self) -> None:

@@ -361,7 +361,7 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
         ([*MASKED, "task.mlm_probabilit=0.3"], "unknown key task.mlm_probabilit; did you mean task.mlm_probability?"),
         ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, mlm_probability"),
         ([*MASKED, "task.mlm_probability=0.0"], "task.mlm_probability = 0.0: must be a number > 0 and <= 1"),
-        ([*MASKED, "task.mask_replace_prob=0.95"], "together more than 1; use at most 0.05 for random_replace_prob"),
+        ([*MASKED, "task.mask_replace_prob=0.95"], "add up to more than 1; use at most 0.05 for random_replace_prob"),
         (
             ["task.name=masked"],
             "but layer 0 (tnl) reads only those before; use a bidirectional mixer: lightnet, llama, lion-lit",

@@ -303,22 +303,22 @@ BAD = {
     "missing data": ("tnl --tasks wikitext-2", "data/evaluation/wikitext-2/wiki.test.raw"),
     "a layout that does not fit": ("tnl parallel.tensor=3 --tasks whole.toml", "parallel.tensor = 3"),
     "another model": ("tnl model.num_layers=3 --tasks whole.toml", "not allowed for a trained model"),
-    "two of one name": ("tnl --tasks whole.toml,whole.toml", "two tasks are called 'whole'"),
+    "two of one name": ("tnl --tasks whole.toml,whole.toml", "two tasks have the name 'whole'"),
     "limit": ("tnl --tasks whole.toml --limit 0", "--limit 0: must be at least 1"),
 }
 BAD_FILES = {
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nwidnow = 3\n': (
         "bad.toml: widnow: no such key; did you mean window?"
     ),
-    'kind = "perplexity"\npaths = ["nowhere.txt"]\n': "nowhere.txt: there is no such file",
+    'kind = "perplexity"\npaths = ["nowhere.txt"]\n': "nowhere.txt: no such file",
     'kind = "perplexity"\n': "bad.toml: either paths or store",
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nwindow = 0\n': "bad.toml: window = 0: must be",
-    'kind = "perplexity"\npaths = ["documents.jsonl"]\nstride = 4\n': "bad.toml: stride = 4: needs a window",
+    'kind = "perplexity"\npaths = ["documents.jsonl"]\nstride = 4\n': "bad.toml: stride = 4: set window",
     'kind = "perplexity"\nstore = "store"\nsource = "txet"\n': "store: no source 'txet'",
     'kind = "perplexity"\nstore = "other-store"\nsource = "text"\n': "other-store: written with the tokenizer",
-    'kind = "perplexiti"\n': "bad.toml: kind = 'perplexiti': no task is called that; did you mean perplexity?",
+    'kind = "perplexiti"\n': "bad.toml: kind = 'perplexiti': unknown task; did you mean perplexity?",
     'name = "x"\n': 'bad.toml: kind = "none": must be one of perplexity, ',
-    'kind = "lambada"\nname = "../up"\npaths = ["a"]\n': 'bad.toml: name = "../up": must be letters',
+    'kind = "lambada"\nname = "../up"\npaths = ["a"]\n': 'bad.toml: name = "../up": use only letters',
 }
 
 

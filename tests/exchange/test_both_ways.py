@@ -158,5 +158,5 @@ def test_what_reads_both_ways_takes_no_state(trained: dict[str, Any]) -> None:
     for block in module.model.layers:
         x = torch.zeros(1, 3, 48, dtype=torch.float64)
         assert block.mixer(x)[1] == {}
-        with pytest.raises(ValueError, match="reads whole rows, before and behind"):
+        with pytest.raises(ValueError, match="reads whole rows in both directions"):
             block.mixer(x, {})

@@ -265,11 +265,11 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
         "tokenizer_config.json",
     ]
     assert main(["export", str(saved_runs / "tnl"), "--to", str(tmp_path / "to")]) == 78
-    assert "something already" in capsys.readouterr().err
+    assert "it exists; use a new directory" in capsys.readouterr().err
 
 
 def test_of_two_exports_to_one_place_one_says_that_it_was_too_late(tmp_path: Path) -> None:
-    late = r"to: another process has written it meanwhile; choose another directory"
+    late = r"to: another process wrote it at the same time; use another directory"
     target = tmp_path / "to"
 
     def write() -> None:
@@ -305,19 +305,19 @@ def only_a_pickle(to: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda to: (to / "config.json").unlink(), "neither a run .* nor an export"),
+        (lambda to: (to / "config.json").unlink(), "not a run .* or an export"),
         (lambda to: files(to)[1].unlink(), r"model-00002-of-0000.\.safetensors: No such file"),
-        (lambda to: shorten(files(to)[-1]), "not whole"),
+        (lambda to: shorten(files(to)[-1]), "copy the file again"),
         (
             lambda to: edit(to, model_type="gpt2"),
-            r"model_type = 'gpt2'; those that can be read are lightscale, llama, mistral and qwen2",
+            r"model_type = 'gpt2'; use lightscale, llama, mistral and qwen2",
         ),
-        (lambda to: edit(to, mixers=["tnl", "retnet"]), "no mixer is called 'retnet'"),
-        (lambda to: edit(to, forms={"hgrn2": {}}), "forms.hgrn2: the model's mixers are tnl"),
+        (lambda to: edit(to, mixers=["tnl", "retnet"]), "unknown mixer 'retnet'"),
+        (lambda to: edit(to, forms={"hgrn2": {}}), "forms.hgrn2 is not one of the model's mixers, tnl"),
         (lambda to: edit(to, forms={"tnl": {"decay": "none"}}), "forms.tnl.decay = 'none': Input should be 'alibi'"),
-        (lambda to: edit(to, forms={"tnl": {"decays": "linear"}}), "forms.tnl.decays = 'linear'; those that are known"),
+        (lambda to: edit(to, forms={"tnl": {"decays": "linear"}}), "forms.tnl.decays = 'linear'; use "),
         (lambda to: edit(to, forms={"tnl": {"lrpe": "all"}}), "is of another model: model.layers.1.mixer.theta"),
-        (lambda to: edit(to, learned_positions=9), "learned_positions, which none of its mixers asks for"),
+        (lambda to: edit(to, learned_positions=9), "no mixer of the model uses learned_positions"),
         (lambda to: edit(to, hidden_size=72), r"is of another model: .* must be"),
         (lambda to: edit(to, hidden_size="64"), "hidden_size = '64'"),
         (lambda to: edit(to, vocab_size=999), "is of another model: model.embed_tokens.weight"),
@@ -325,7 +325,7 @@ def only_a_pickle(to: Path) -> None:
             lambda to: shutil.rmtree(to / "tokenizer") or (to / "tokenizer.json").unlink(),
             "tokenizer.json: No such file",
         ),
-        (only_a_pickle, r"pytorch_model.bin may run code when it is read, and is not"),
+        (only_a_pickle, r"pytorch_model.bin could run code when loaded and is not read"),
     ],
     ids=[
         "no model",
@@ -360,7 +360,7 @@ def test_what_the_plain_model_does_not_know_is_named(
     monkeypatch.setattr(weights, "_OF_MODEL", weights._OF_MODEL - {"final_norm"})
     with pytest.raises(UserError, match=r"cosformer2\.gate_rank = 6 has no plain form .* it has \"none\" alone"):
         lightscale.load(saved_runs / "cosformer2")
-    with pytest.raises(UserError, match=r"model\.final_norm = false has no plain form"):
+    with pytest.raises(UserError, match=r"model\.final_norm = false cannot be loaded or exported"):
         lightscale.load(saved_runs / "printed")
     monkeypatch.setattr(weights, "MIXER_NAMES", ("llama",))
     with pytest.raises(UserError, match="mixer: tnl has no plain form"):

@@ -201,11 +201,11 @@ def plain_fla(monkeypatch: pytest.MonkeyPatch) -> None:
 REFUSED = {
     "tnl": "tnl: fla's lightning attention decays by",
     "hgrn2": "glu_activation = 'none' has no silu",
-    "cosformer2": "cosformer2: no class of fla has LRPE",
-    "lightnet": r"lightnet: fla's LightNet gates its output by silu\(x W_down W_up\), where ours does by sigmoid",
+    "cosformer2": "cosformer2: fla has no LRPE",
+    "lightnet": r"lightnet: fla's LightNet gates its output by silu\(x W_down W_up\), lightscale by sigmoid",
     "decay": "decay-attention: fla has no model of it",
-    "printed": "query_activation = 'none' has no silu.*'to_one' does not.*final_norm = false has none",
-    "pairs": "causal-rn: fla has no model of it.*norm = 'layernorm' takes.*intermediate_size = 0 has none",
+    "printed": "query_activation = 'none' has no silu.*'to_one' does not.*use model.final_norm = true",
+    "pairs": "causal-rn: fla has no model of it.*norm = 'layernorm' subtracts.*intermediate_size = 0 has none",
     "grouped": "not scaled.*attention_bias = 'all' adds.*hidden_size / num_heads = 64 / 8 wide, not head_dim = 10",
 }
 
@@ -224,5 +224,5 @@ def test_the_command_and_the_card(saved_runs: Path, tmp_path: Path, capsys: pyte
     assert "import fla" in card and "trust_remote_code" not in card and "flash-attn" not in card
     assert not (tmp_path / "to" / "modeling_lightscale.py").exists()
     capsys.readouterr()
-    with pytest.raises(UserError, match="model_type = 'hgrn2'; those that can be read"):
+    with pytest.raises(UserError, match="model_type = 'hgrn2'; use lightscale"):
         lightscale.load(tmp_path / "to")

@@ -245,8 +245,8 @@ SCALING = {**LLAMA_3, "factor": 4.0}
         ("llama 3", {"num_key_value_heads": 4}, r"is of another model: model.layers.0.self_attn.[kv]_proj.weight is"),
         ("llama 3", {"head_dim": 7}, "heads of 7 channels"),
         ("llama 3", {"mlp_bias": True}, "mlp_bias = True"),
-        ("llama 3", {"tie_word_embeddings": True}, "lm_head.weight is there, but not in the model"),
-        ("qwen2", {"model_type": "qwen3"}, "'qwen3'; those that can be read are lightscale, llama, mistral and qwen2"),
+        ("llama 3", {"tie_word_embeddings": True}, "lm_head.weight is in the file, but not in the model"),
+        ("qwen2", {"model_type": "qwen3"}, "'qwen3'; use lightscale, llama, mistral and qwen2"),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -285,7 +285,7 @@ def test_a_model_without_its_tokenizer_or_shards_is_refused(
     (to / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
     (to / "modeling_llama.py").write_text("raise SystemExit")
     tokenizer = (to / "tokenizer.json").read_text()
-    for message in ("pytorch_model.bin may run code", "tokenizer.json", "the tokenizer has"):
+    for message in ("pytorch_model.bin could run code", "tokenizer.json", "the tokenizer has"):
         assert main(["import", str(to), "--run", str(tmp_path / "run")]) == UserError.EXIT_CODE
         assert message in capsys.readouterr().err
         assert sorted(path.name for path in tmp_path.iterdir()) == ["to"]

@@ -93,9 +93,9 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["import", str(tmp_path / "to"), "--run", str(tmp_path / "back")]) == 0
     assert f'train.init_from = "{tmp_path / "back"}@0"' in capsys.readouterr().err
     assert main(["import", str(tmp_path / "to"), "--run", str(tmp_path / "back")]) == 78
-    assert "something already" in capsys.readouterr().err
+    assert "it exists; use a new run" in capsys.readouterr().err
     assert main(["import", str(tmp_path), "--run", str(tmp_path / "other")]) == 78
-    assert "no model there" in capsys.readouterr().err
+    assert "no model; expected" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
@@ -104,7 +104,7 @@ def test_the_tokenizer_of_another_model_is_refused(saved_runs: Path, tmp_path: P
     shutil.rmtree(tmp_path / "to" / "tokenizer")
     (tmp_path / "to" / "tokenizer").mkdir()
     AsciiTokenizer().save(tmp_path / "to" / "tokenizer")
-    with pytest.raises(UserError, match="has 128 ids, and the model an embedding of 264; they are not of"):
+    with pytest.raises(UserError, match="has 128 ids, and the model an embedding of 264; they belong to different"):
         import_model(tmp_path / "to", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -112,10 +112,10 @@ def test_the_tokenizer_of_another_model_is_refused(saved_runs: Path, tmp_path: P
 def test_a_configuration_of_another_model_is_refused(saved_runs: Path, tmp_path: Path) -> None:
     export(choose_run(saved_runs / "tnl"), tmp_path / "to", dtype="fp32")
     shutil.copy(saved_runs / "hgrn2" / "config.toml", tmp_path / "to" / "run.toml")
-    with pytest.raises(UserError, match=r"run\.toml: its model is not the one"):
+    with pytest.raises(UserError, match=r"run\.toml: its model differs"):
         import_model(tmp_path / "to", tmp_path / "back")
     config = tmp_path / "to" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gpt_neox"}))
-    with pytest.raises(UserError, match="'gpt_neox'; those that can be read are lightscale, llama, mistral and qwen2"):
+    with pytest.raises(UserError, match="'gpt_neox'; use lightscale, llama, mistral and qwen2"):
         import_model(tmp_path / "to", tmp_path / "back")
     assert not (tmp_path / "back").exists()

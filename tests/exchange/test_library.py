@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_refused(own_run: Callable[[str], Path]) -> None
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"no checkpoint is whole:\n.*rank-00000"):
+    with pytest.raises(UserError, match=r"no intact checkpoint:\n.*rank-00000"):
         lightscale.load(run)
 
 
@@ -142,7 +142,7 @@ def test_what_is_not_there_is_named(saved_runs: Path, tmp_path: Path) -> None:
     model = lightscale.load(saved_runs / "tnl")
     with pytest.raises(UserError, match="from 0 to 263"):
         model.logits([1, 264])
-    with pytest.raises(UserError, match="no token whose loss"):
+    with pytest.raises(UserError, match="no token to score"):
         model.loss("")
     with pytest.raises(UserError, match="tokens = 0"):
         model.generate("the", tokens=0)

@@ -189,9 +189,9 @@ def test_a_notebook_fills_masks_and_names_classes(saved_runs: Path) -> None:
     assert {*lightscale.load(saved_runs / "classify_causal").classify("the text")} == {"0", "1"}
     for one in (model, classifier):
         for call in (one.generate, one.loss, one.stream):
-            with pytest.raises(UserError, match="only a model that predicts the next token"):
+            with pytest.raises(UserError, match="only models that predict the next token"):
                 call("the")
-    with pytest.raises(UserError, match="pooling = 'first': expected mean or last"):
+    with pytest.raises(UserError, match="pooling = 'first': use mean or last"):
         model.embed("the", pooling="first")
 
 
@@ -205,16 +205,19 @@ def test_the_command_and_its_card(saved_runs: Path, tmp_path: Path, capsys: pyte
     card = (tmp_path / "classify" / "README.md").read_text()
     assert "classify: 3 classes: good, bad, other" in card and "pipeline_tag: text-classification" in card
     assert main(["export", str(saved_runs / "masked"), "--to", str(tmp_path / "fla"), "--format", "fla"]) == 78
-    assert "fla's language models predict the next token" in capsys.readouterr().err
+    assert "fla's language models predict only the next token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
         ({"architectures": ["LightscaleForCausalLM"]}, "a model of the next token, LightscaleForCausalLM, with layers"),
-        ({"architectures": ["BertForMaskedLM"]}, "those of lightscale are LightscaleForCausalLM"),
+        ({"architectures": ["BertForMaskedLM"]}, "use one of LightscaleForCausalLM"),
         ({"lion": {}}, "lion describes nothing"),
-        ({"lion": dict.fromkeys(("lion-s", "lion-retnet", "lion-lit"), VECTOR)}, "only lion-s has it, with input_gate"),
+        (
+            {"lion": dict.fromkeys(("lion-s", "lion-retnet", "lion-lit"), VECTOR)},
+            "only lion-s supports it, with input_gate",
+        ),
         ({"vocab_size": 266}, "is of another model"),
     ],
 )

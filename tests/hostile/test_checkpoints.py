@@ -86,7 +86,7 @@ def test_a_link_is_no_checkpoint_and_is_never_followed(victims: dict[Contents, V
     broken.symlink_to(tmp_path / "nothing")
     assert [name.step for name in list_checkpoints(checkpoints)] == [STEP, STEP + 1]
     for path, step in ((link, STEP), (broken, STEP + 1)):
-        with pytest.raises(DamagedCheckpoint, match=f"{path.name}: a symbolic link; a checkpoint is a directory"):
+        with pytest.raises(DamagedCheckpoint, match=f"{path.name}: a symbolic link; use a real directory"):
             verify(path, step)
     remove(checkpoints, [STEP, STEP + 1])
     assert list(checkpoints.iterdir()) == []
@@ -153,7 +153,14 @@ def test_what_claims_to_be_huge_takes_no_memory(victims: dict[Contents, Victim],
     for (name, victim), line in zip(cases.items(), lines, strict=True):
         assert str(victim.path) in line, (name, line)
         assert float(line.split()[0]) < MOST_S
-    expected = ("at most", "at most", "at most", "a header of 1152921504606846976 bytes", "state.json", "12 are held")
+    expected = (
+        "at most",
+        "at most",
+        "at most",
+        "a header of 1152921504606846976 bytes",
+        "state.json",
+        "the ranks hold 12",
+    )
     for line, words in zip(lines, expected, strict=True):
         assert words in line
 

@@ -356,7 +356,7 @@ def test_nearest_divisors_and_multiples_of_large_numbers() -> None:
     [
         (("sources", "a", "paths"), [""], 'sources.a.paths: "" must be a path, not empty'),
         (("sources", "a", "paths"), ["a\0"], "must not contain a NUL character"),
-        (("sources", "a", "suffixes"), [""], "is the end of every name"),
+        (("sources", "a", "suffixes"), [""], "matches every file"),
         (("tokenizer",), "", "must be a path, not empty"),
         (("vocab_size",), 10**12, "must be a whole number >= 1 and <= 16_777_216"),
         (("shard_tokens",), 10**15, "must be a whole number >= 1 and <="),
@@ -374,5 +374,5 @@ def test_hostile_corpus_files_are_refused_by_name(key: tuple[str, ...], value: o
 
 def test_the_home_of_nobody_in_a_corpus_file(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c.toml", '[sources.a]\npaths = ["~nobody-of-this-name/x"]\n')
-    with pytest.raises(UserError, match="write the whole path"):
+    with pytest.raises(UserError, match="write the full path"):
         load_corpus(corpus)

@@ -136,19 +136,19 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a manifest that is nested": (NAME, lambda body: nested(10_000), "nested"),
     "a fact that is nested": (NAME, lambda body: json.dumps(body)[:-1] + f', "x": {nested(40)}}}', "nested"),
     "a number of 5000 digits": (NAME, lambda body: json.dumps(body)[:-1] + f', "x": {"9" * 5000}}}', "JSON"),
-    "a key twice": (NAME, lambda body: json.dumps(body)[:-1] + ', "step": 20}', "'step' is there twice"),
+    "a key twice": (NAME, lambda body: json.dumps(body)[:-1] + ', "step": 20}', "duplicate key 'step'"),
     "a state that is a list": ("state.json", lambda state: [], "expected a JSON object"),
     "a state that is empty": ("state.json", lambda state: "", "JSON"),
     "a state that is nested": ("state.json", lambda state: nested(100_000), "nested"),
     "a state with a key twice": (
         "state.json",
         lambda state: json.dumps(state)[:-1] + ', "step": 20}',
-        "'step' is there twice",
+        "duplicate key 'step'",
     ),
     "a state of another step": ("state.json", setting("step", to=19), "expected step 20, found 19"),
     "a state without a step": ("state.json", without("step"), "step"),
     "optimizer: null": ("state.json", setting("optimizer", to=None), "optimizer"),
-    "no optimizer": ("state.json", without("optimizer"), "no counters of an optimizer"),
+    "no optimizer": ("state.json", without("optimizer"), "no optimizer counters"),
     "a negative counter": ("state.json", setting("optimizer", "adam_steps", to=-1), "optimizer.adam_steps"),
     "a counter that is text": ("state.json", setting("optimizer", "adam_steps", to="3"), "optimizer.adam_steps"),
     "a counter that is a fraction": ("state.json", setting("optimizer", "adam_steps", to=3.5), "optimizer.adam_steps"),
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a fingerprint of nothing": ("state.json", setting("data", "fingerprint", to={}), "no tokenizer"),
     "no guard": ("state.json", without("guard"), "has no guard"),
     "guard: null": ("state.json", setting("guard", to=None), "guard"),
-    "a loss that is NaN": ("state.json", setting("guard", "losses", 0, to=float("nan")), "NaN is no number"),
+    "a loss that is NaN": ("state.json", setting("guard", "losses", 0, to=float("nan")), "NaN is not a JSON number"),
     "a loss that is infinite": (
         "state.json",
         lambda state: json.dumps(state).replace("5.25", "1e999"),
@@ -181,7 +181,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "skips in a row below 0": ("state.json", setting("guard", "skips_in_a_row", to=-1), "guard.skips_in_a_row"),
     "no torch generator": ("rank-00001.json", without("torch"), "rank-00001.json: torch"),
     "a torch generator that is short": ("rank-00000.json", setting("torch", to="00"), "rank-00000.json"),
-    "a torch generator of zeros": ("rank-00000.json", setting("torch", to="00" * 5056), "no state of a generator"),
+    "a torch generator of zeros": ("rank-00000.json", setting("torch", to="00" * 5056), "not a generator state"),
     "a torch generator of words": ("rank-00000.json", setting("torch", to="no hex"), "torch"),
     "a torch generator of huge size": ("rank-00000.json", setting("torch", to="00" * (1 << 20)), "at most 262144"),
     "Python's generator short": ("rank-00000.json", setting("python", 1, to=[1, 2]), "python.1"),
@@ -207,7 +207,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "whole numbers as weights": (
         TENSORS[0],
         setting(OUTPUT, "dtype", to="I32"),
-        "model.output.weight has numbers of F32, I32",
+        "model.output.weight has dtype F32, I32",
     ),
     "half numbers as weights": (TENSORS[0], setting(OUTPUT, "dtype", to="BF16"), "bytes"),
     "overlapping offsets": (TENSORS[0], moving(LAYER, -8), "begins at byte"),
@@ -219,7 +219,11 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "offsets that leave a hole": (TENSORS[0], moving(OUTPUT, 8), "begins at byte"),
     "offsets behind the file": (TENSORS[0], moving(OUTPUT, 1 << 40), "begins at byte"),
     "offsets that are negative": (TENSORS[0], moving(OUTPUT, -64), "data_offsets"),
-    "offsets the wrong way round": (TENSORS[0], lambda header: header[OUTPUT]["data_offsets"].reverse(), "its place"),
+    "offsets the wrong way round": (
+        TENSORS[0],
+        lambda header: header[OUTPUT]["data_offsets"].reverse(),
+        "its offsets give",
+    ),
     "offsets of three": (TENSORS[0], setting(OUTPUT, "data_offsets", to=[0, 48, 48]), "data_offsets"),
     "a tensor that is not there": (TENSORS[0], without(OUTPUT), "begins at byte"),
     "a box of another size": (TENSORS[0], setting(OUTPUT, "shape", to=[3, 6]), "bytes"),
@@ -227,11 +231,15 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a box of nine dims": (TENSORS[0], setting(OUTPUT, "shape", to=[1] * 7 + [2, 6]), f"{OUTPUT}.shape"),
     "a box of other dims": (TENSORS[0], setting(OUTPUT, "shape", to=[12]), "does not fit into"),
     "a box behind its tensor": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@3,0"), "does not fit into"),
-    "a box that others hold": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@2,0"), "is held 0 times at (0, 0)"),
-    "a box below 0": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@-1,0"), "no name of a box"),
-    "a box without an offset": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight"), "no name of a box"),
-    "a name that cannot be printed": (TENSORS[0], box_renamed(OUTPUT, "model.\x1b[2J@0,0"), "no name of a box"),
-    "a name of half a pair": (TENSORS[0], box_renamed(OUTPUT, "model.\ud800@0,0"), "no name of a box"),
+    "a box that others hold": (
+        TENSORS[0],
+        box_renamed(OUTPUT, "model.output.weight@2,0"),
+        "is stored 0 times at (0, 0)",
+    ),
+    "a box below 0": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight@-1,0"), "not a box name"),
+    "a box without an offset": (TENSORS[0], box_renamed(OUTPUT, "model.output.weight"), "not a box name"),
+    "a name that cannot be printed": (TENSORS[0], box_renamed(OUTPUT, "model.\x1b[2J@0,0"), "not a box name"),
+    "a name of half a pair": (TENSORS[0], box_renamed(OUTPUT, "model.\ud800@0,0"), "not a box name"),
     "a box with more to it": (TENSORS[0], setting(OUTPUT, "sparse", to=True), f"{OUTPUT}.sparse"),
     "a box that is a number": (TENSORS[0], setting(OUTPUT, to=4), OUTPUT),
     "a header that is a list": (TENSORS[0], lambda header: [header], "expected a JSON object"),
@@ -239,7 +247,7 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a header with a key twice": (
         TENSORS[0],
         lambda header: json.dumps(header)[:-1] + f', "{OUTPUT}": 1}}',
-        "is there twice",
+        "duplicate key",
     ),
 }
 
@@ -275,18 +283,18 @@ def test_moments_among_weights_alone(alone: Victim) -> None:
     for rank in range(2):
         alone.edit(TENSORS[rank], lambda header: json.dumps(header).replace("model.norm", "exp_avg.norm"))
     alone.seal()
-    assert "exp_avg.norm.weight, and holds weights alone" in (outcome(alone) or "")
+    assert "exp_avg.norm.weight, and holds only weights" in (outcome(alone) or "")
     alone.repair()
     alone.edit("state.json", setting("optimizer", to={}))
     alone.seal()
-    assert "has the counters of an optimizer, and holds weights alone" in (outcome(alone) or "")
+    assert "has optimizer counters, and holds only weights" in (outcome(alone) or "")
 
 
 def test_moments_of_other_tensors(victim: Victim) -> None:
     for rank in range(2):
         victim.edit(TENSORS[rank], lambda header: json.dumps(header).replace("exp_avg.norm", "exp_avg.morn"))
     victim.seal()
-    assert "of exp_avg is not that of the weights" in (outcome(victim) or "")
+    assert "of exp_avg differs from that of the weights" in (outcome(victim) or "")
 
 
 def test_a_box_that_is_held_twice(victim: Victim) -> None:
@@ -336,7 +344,7 @@ def test_the_command_names_what_is_wrong(
         return code, output.out + output.err
 
     code, text = command("verify", str(run))
-    assert code == 1 and "step 20: whole" in text and f"step 21: {crafted}" in text
+    assert code == 1 and "step 20: intact" in text and f"step 21: {crafted}" in text
     code, text = command("list", str(run), "--json")
     assert [row["step"] for row in json.loads(text)["checkpoints"]] == [STEP, STEP + 1]
     assert code == (1 if CASES[case][0] == NAME else 0)
@@ -346,7 +354,7 @@ def test_the_command_names_what_is_wrong(
     assert (command("show", f"{run}@21")[0] == 0) == shown_too
     code, text = command("diff", f"{run}@20", f"{run}@21")
     assert code == 78 and str(crafted) in text
-    assert "nothing removed: only 1 of the checkpoints" in command("prune", str(run))[1]
+    assert "nothing removed: only 1 checkpoints" in command("prune", str(run))[1]
     assert whole.is_dir() and crafted.is_dir()
 
 
@@ -405,10 +413,10 @@ def test_no_weight_changes_before_all_is_checked(run_ranks: Any, tmp_path: Path)
     assert whole == ("whole", "accepted", False)
     expected = {case: CASES[case][2] for case in RESTORED if case != "another count of tokens"} | {
         "another count of tokens": "expected 192 tokens as in MANIFEST.json, found 4864",
-        "other counters": "expected the counters adam_steps of the optimizer, found sgd_steps",
+        "other counters": "expected the optimizer counters adam_steps, found sgd_steps",
         "other tokens": "expected 96 tokens after 1 steps of 96, found 192",
         "no guard": "state.json: has no guard",
-        "no tokenizer": "its fingerprint of the data has no tokenizer",
+        "no tokenizer": "the data fingerprint has no tokenizer",
     }
     assert len(refused) == len(expected)
     for case, message, same in refused:

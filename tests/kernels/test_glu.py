@@ -93,7 +93,7 @@ def test_checkpoint_and_compile_change_nothing() -> None:
         (torch.ones(2, 8, dtype=torch.int32), {}, "x must be fp16, bf16, fp32 or fp64, got torch.int32"),
         (torch.ones(2, 8), {"activation": "relu"}, "activation must be one of none, sigmoid, silu, got 'relu'"),
         (torch.ones(2, 8), {"backend": "cuda"}, "glu has no backend 'cuda'"),
-        (torch.ones(2, 8).double(), {"backend": "triton"}, "backend 'triton' computes fp16, bf16 and fp32"),
+        (torch.ones(2, 8).double(), {"backend": "triton"}, "backend 'triton' supports fp16, bf16 and fp32"),
     ],
 )
 def test_bad_input_is_named(x: Tensor, options: dict[str, Any], message: str) -> None:

@@ -216,7 +216,7 @@ def test_other_states_do_not_travel(name: str, why: str) -> None:
 def test_a_name_is_described_once() -> None:
     operator = Operator(name="toy", cost=CostClass.SCAN)
     assert register(operator) is register(replace(operator)) is get_operator("toy") is operator
-    with pytest.raises(UserError, match="operator 'toy' is registered already, with another description"):
+    with pytest.raises(UserError, match="operator 'toy' is already registered with a different description"):
         register(replace(operator, cost=CostClass.SOFTMAX))
     assert get_operator("toy").cost is CostClass.SCAN
 

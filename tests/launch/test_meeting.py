@@ -99,7 +99,7 @@ CASES = {
         overrides=("data.validation.held.store=other/store",),
         says=r"content of data.validation.held.store: sha256 \w+ on B",
     ),
-    "no store": Case(directory="one", says=r"B \(rank 1\): store: no token store there"),
+    "no store": Case(directory="one", says=r"B \(rank 1\): store: no token store"),
     "no configuration": Case(overrides=("optimizer.rate=1",), says=r"B \(rank 1\): .*optimizer.rate"),
     "first weights": Case(
         both=("train.init_from=one/runs/first@10",),

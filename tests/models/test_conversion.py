@@ -43,8 +43,8 @@ def test_each_row_of_a_mixer_has_one_role(model: ModelConfig) -> None:
 LINES = """\
 from llama to hgrn2, tnl, llama:
   embedding.word_embeddings.weight: kept
-  lower_bounds.table: drawn, the source has none
-  decoder.layers.0,2.self_attention.fv_proj.weight (forget): drawn, the source has none
+  lower_bounds.table: drawn, missing in the source
+  decoder.layers.0,2.self_attention.fv_proj.weight (forget): drawn, missing in the source
   decoder.layers.0,2.self_attention.fv_proj.weight (v): from decoder.layers.0,2.self_attention.kv_proj.weight
   decoder.layers.0-2.self_attention.q_proj.weight (q): kept
   decoder.layers.0-2.self_attention.out_proj.weight (o): kept
@@ -52,8 +52,8 @@ from llama to hgrn2, tnl, llama:
   decoder.layers.0-3.mlp.linear_fc2.weight: kept
   decoder.layers.1.self_attention.kv_proj.weight (k): kept
   decoder.layers.1.self_attention.kv_proj.weight (v): kept
-  decoder.layers.1.self_attention.gate_down.weight (gate_down): drawn, the source has none
-  decoder.layers.1.self_attention.gate_up.weight (gate_up): drawn, the source has none
+  decoder.layers.1.self_attention.gate_down.weight (gate_down): drawn, missing in the source
+  decoder.layers.1.self_attention.gate_up.weight (gate_up): drawn, missing in the source
   decoder.layers.3.self_attention.kv_proj.weight: kept
   decoder.layers.3.self_attention.q_proj.weight: kept
   decoder.layers.3.self_attention.out_proj.weight: kept
@@ -72,7 +72,7 @@ def test_the_table_of_a_softmax_model_that_becomes_linear() -> None:
     rows = {(row.get("parameter") or row["unused"], row.get("role")): row for row in found.table()}
     attention = "decoder.layers.0,2.self_attention"
     assert rows[f"{attention}.fv_proj.weight", "v"]["from"] == f"{attention}.kv_proj.weight"
-    assert rows[f"{attention}.fv_proj.weight", "forget"]["drawn"] == "the source has none"
+    assert rows[f"{attention}.fv_proj.weight", "forget"]["drawn"] == "missing in the source"
 
 
 def test_what_has_no_role_stays_with_mixers_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +128,9 @@ def test_more_ids_keep_those_that_were_there() -> None:
     assert found.lines()[:5] == [
         "from tnl to tnl:",
         "  embedding.word_embeddings.weight (ids 0 to 127): kept",
-        "  embedding.word_embeddings.weight (ids 128 to 129): drawn, the source has none",
-        "  output_layer.weight (ids 0 to 127): drawn, the source has none",
-        "  output_layer.weight (ids 128 to 129): drawn, the source has none",
+        "  embedding.word_embeddings.weight (ids 128 to 129): drawn, missing in the source",
+        "  output_layer.weight (ids 0 to 127): drawn, missing in the source",
+        "  output_layer.weight (ids 128 to 129): drawn, missing in the source",
     ]
     (move,) = found.moves["embedding.word_embeddings.weight"]
     assert (move.first, move.last, move.to, move.shape) == (0, 128, 0, (130, 32))
@@ -139,7 +139,7 @@ def test_more_ids_keep_those_that_were_there() -> None:
 
 def test_what_more_ids_alone_would_lose_is_refused() -> None:
     untied = shape("llama", tie_word_embeddings=False)
-    with pytest.raises(UserError, match=r"an output layer of its own, .* use model\.tie_word_embeddings=false"):
+    with pytest.raises(UserError, match=r"separate output layer .* use model\.tie_word_embeddings=false"):
         conversion(untied, shape("llama", vocab_size=192))
     with pytest.raises(UserError, match=r"self_attention\.kv_proj\.weight is \(\d+, 32\) there and \(\d+, 32\) here"):
         conversion(GROUPED, shape("llama", vocab_size=192))

@@ -53,7 +53,7 @@ def test_the_setting_is_for_all_of_them() -> None:
     set_default_backend("reference")
     assert describe("lightnet").count("reference") == 5
     set_default_backend("triton")
-    with pytest.raises(UserError, match="computes fp16, bf16 and fp32, not torch"):
+    with pytest.raises(UserError, match="supports fp16, bf16 and fp32, not torch"):
         describe("tnl", torch.float64)
 
 

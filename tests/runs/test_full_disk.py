@@ -69,7 +69,7 @@ def fill(rank: int, world_size: int, init_method: str, folder: str) -> tuple[str
 def test_a_full_disk_is_one_clear_error_on_all_ranks(run_ranks: RunRanks, small_disk: Path) -> None:
     for before, found in run_ranks(fill, 2, str(small_disk)):
         assert re.fullmatch(
-            rf"cannot write {small_disk}/checkpoints/{directory_name(2)}: no space for a checkpoint: "
+            rf"cannot write {small_disk}/checkpoints/{directory_name(2)}: not enough space for a checkpoint: "
             r"it needs \d+ MB, 17 MB are free; free some space, or keep fewer checkpoints \(checkpoint\.keep\)",
             before,
         )

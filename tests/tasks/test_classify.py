@@ -225,8 +225,8 @@ def test_labels_that_a_model_has_not_are_refused(tmp_path: Path) -> None:
     two = ModelConfig.model_validate({**model.model_dump(), "head": {"num_labels": 2}})
     with pytest.raises(UserError, match=r"the label 2 \(c\), but .* allows 0 to 1; the store has 3 classes"):
         task.check_store(two, TokenStore(tmp_path / "named"), ["text"])
-    with pytest.raises(UserError, match=r'task.label = "topic": .* has no such array of its documents; it has label'):
+    with pytest.raises(UserError, match=r'task.label = "topic": .* has no such document array; it has label'):
         Classify(ClassifyConfig(label="topic")).check_store(model, store, ["text"])
     other = write_store(tmp_path / "other", score="float32")
-    with pytest.raises(UserError, match=r"it is float32; labels are one whole number a document"):
+    with pytest.raises(UserError, match=r"it is float32; it must hold one whole number per document"):
         Classify(ClassifyConfig(label="score")).check_store(model, other, ["text"])

@@ -27,7 +27,7 @@ def test_what_is_missing_is_named_with_its_package(
     assert said == "error: missing: debootstrap, unshare; install with: apt-get install debootstrap util-linux\n"
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert bare_machine.main(["--folder", str(tmp_path / "bare")]) == 2
-    assert "made by root: start this with sudo" in capsys.readouterr().err
+    assert "root is needed to create a system in a folder: run this with sudo" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         bare_machine.main(["--keep"])
     assert "--keep and --again need --folder" in capsys.readouterr().err

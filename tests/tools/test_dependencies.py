@@ -60,8 +60,8 @@ def test_licences_are_read(tool: ModuleType, fields: dict[str, Any], licences: s
 def test_another_licence_or_none_is_a_fault(tool: ModuleType) -> None:
     faults = list(tool.licence_faults({"a": package(License="GPL"), "b": package(), "c": package(License="MIT")}))
     assert len(faults) == 2
-    assert faults[0].startswith("a 1.0: licence gpl, which is none of those allowed")
-    assert "names no licence" in faults[1]
+    assert faults[0].startswith("a 1.0: licence gpl, which is not allowed")
+    assert "has no licence" in faults[1]
 
 
 def test_versions_outside_a_range_are_faults(

@@ -37,7 +37,7 @@ def test_every_second_of_training_has_a_name(quickstart: ModuleType, tmp_path: P
     minute_s = quickstart.seconds(at(0))
     spent = quickstart.training_times([(minute_s + 1, minute_s + 21), (minute_s + 30, minute_s + 40)])
     assert spent == pytest.approx(
-        {"starts of the ranks": 5 + 3, "training steps": 10, "saving": 0.5, "validation, and the ends": 11.5}
+        {"starts of the ranks": 5 + 3, "training steps": 10, "saving": 0.5, "validation and shutdown": 11.5}
     )
 
 

@@ -71,7 +71,8 @@ def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: P
     assert not any("Traceback" in text for _, text in results)
     for _, text in results[:2]:
         assert re.search(
-            r"^error: other: the data is not what this run was trained on \(store: \w+ then, \w+ now; source words: ",
+            r"^error: other: the data differs from the data of the earlier steps \(store: \w+ before, \w+ now; source "
+            r"words: ",
             text.splitlines()[-1],
         )
     assert fingerprint(refused.checkpoints) == before

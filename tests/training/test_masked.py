@@ -140,9 +140,9 @@ def test_a_step_that_predicts_nothing_is_skipped(workplace: Path, run_ranks: Run
     ((code, stderr),) = run_ranks(without_masks, 1, str(workplace), str(run.path))[0]
     assert code == 0, stderr
     lines = read_metrics(run.metrics)
-    assert [line["skipped"] for line in lines] == ["nothing of its data is predicted"] * 2
+    assert [line["skipped"] for line in lines] == ["its data has no label to predict"] * 2
     assert not any("validation" in line for line in lines)
-    assert "validation set held: nothing of it is predicted" in stderr
+    assert "validation set held: no label to predict" in stderr
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_what_a_masked_model_cannot_do(
     before = sorted(workplace.iterdir())
     assert main(words) != 0
     message = capsys.readouterr().err
-    assert 'runs/masked: its task.name = "masked": only a model that predicts the next token' in message
+    assert 'runs/masked: its task.name = "masked": only models that predict the next token' in message
     assert "Traceback" not in message
-    with pytest.raises(UserError, match="only a model that predicts the next token"):
+    with pytest.raises(UserError, match="only models that predict the next token"):
         lightscale.load(trained[0].path).generate("abc")
     assert sorted(workplace.iterdir()) == before
 

@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "no object": (["runs/tuned", "--file", "bad.jsonl"], "bad.jsonl:2: not a JSON object"),
     "no letters": (["runs/tuned", "--file", "blank.jsonl"], "blank.jsonl:1: the text is empty"),
-    "too long": (["runs/tuned", "--file", "long.jsonl"], "long.jsonl:2: 201 tokens, more than the 64 of the longest"),
+    "too long": (["runs/tuned", "--file", "long.jsonl"], "long.jsonl:2: 201 tokens exceed the 64 of the longest"),
     "nothing": (["runs/tuned", "--file", "empty.jsonl"], "empty.jsonl: the file is empty"),
     "nowhere": (["runs/tuned", "--file", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
     "there already": (

@@ -77,10 +77,10 @@ def test_the_weights_that_are_kept_count(
     free = num_full * full + num_weights * weights
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     (found,) = preflight.check_disk(config, run.path)
-    assert (found.result, "one of weights alone" in found.found) == (result, True)
+    assert (found.result, "a weights-only checkpoint" in found.found) == (result, True)
     if result != "ok":
         assert found.right is not None and found.right.endswith(
-            "for 3 more, and 100 of weights alone until the end of the run"
+            "for 3 more, and 100 weights-only until the end of the run"
         )
 
 

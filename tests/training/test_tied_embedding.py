@@ -63,7 +63,7 @@ def test_what_was_trained_as_two_models_is_not_resumed(workplace: Path, run_rank
     text = resumed[0][0][1]
     assert "Traceback" not in text
     assert re.search(
-        r"step-00000002 is not of one model: the copies of the tied embedding \(embedding\.word_embeddings\.weight\) "
-        r"on stage 0 and stage 1 differ\. .*Begin again in a new run.*--allow-change model\.embedding_std",
+        r"step-00000002 is inconsistent: the copies of the tied embedding \(embedding\.word_embeddings\.weight\) "
+        r"on stage 0 and stage 1 differ\. .*Start a new run.*--allow-change model\.embedding_std",
         text,
     )

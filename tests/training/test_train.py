@@ -420,8 +420,8 @@ def test_beginning_from_the_weights_of_another_run(
     )
     assert messages[1].endswith("runs/nowhere/checkpoints has no checkpoint of step 30; it has: none")
     assert messages[2] == (
-        'error: train.init_from = "runs/whole@40": its model.intermediate_size is 128 and that of this run 64; weights '
-        "are kept only where it is the same: use model.intermediate_size=128"
+        'error: train.init_from = "runs/whole@40": its model.intermediate_size is 128 and that of this run 64; '
+        "kept weights need the same value: use model.intermediate_size=128"
     )
     for run in (fresh, tuned, converted):
         assert list_steps(run.checkpoints) == [4, 8]
@@ -436,6 +436,6 @@ def test_beginning_from_the_weights_of_another_run(
     assert row in event["conversion"]
     assert "conversion" not in next(event for event in read_lines(tuned.events) if event["event"] == "init_from")
     assert messages[4] == (
-        'error: train.init_from = "runs/whole@40": its model.hidden_size is 64 and that of this run 32; weights are '
-        "kept only where it is the same: use model.hidden_size=64"
+        'error: train.init_from = "runs/whole@40": its model.hidden_size is 64 and that of this run 32; '
+        "kept weights need the same value: use model.hidden_size=64"
     )

@@ -64,7 +64,7 @@ def own_store(folder: Path) -> Path:
     ("words", "message"),
     [
         (["optimizer.lrr=1"], "unknown key optimizer.lrr; did you mean optimizer.lr?"),
-        (["data.store=nowhere"], "nowhere: no token store there; `lightscale data prepare` writes one"),
+        (["data.store=nowhere"], "nowhere: no token store; `lightscale data prepare` writes one"),
         (["model.vocab_size=128"], "model.vocab_size = 128 is less than the 300 tokens of sentencepiece"),
         (["data.sources.poems=1"], "poems"),
         (["train.global_batch_size=3"], "train.global_batch_size = 3 is not divisible by train.micro_batch_size = 2"),

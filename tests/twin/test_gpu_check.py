@@ -48,6 +48,6 @@ def test_all_parts_run_and_none_is_taken_for_a_gpus(cuda_twin: ModuleType, tmp_p
 def test_operators_that_compute_nothing_fail(cuda_twin: ModuleType, tmp_path: Path, root: Path) -> None:
     code, output, found, page = check(root, tmp_path, "--gpus", "1", "--broken", "--only", "operators", "ranks")
     assert code == 1, output
-    assert "skipped, as this machine has one GPU: ranks" in output
+    assert "skipped because this machine has one GPU: ranks" in output
     assert [test["outcome"] for test in found["parts"]["operators"]["tests"]] == ["failed"] * 3, output
     assert "| operators | **failed** |" in page

@@ -161,7 +161,7 @@ def _timed(action: Callable[[], object], mesh: Mesh) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The size of the state, and where it goes."""
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--state-mb", type=float, default=200.0, help="state of each rank, in MB (default 200)")
+    parser.add_argument("--state-mb", type=float, default=200.0, help="state per rank, in MB (default 200)")
     parser.add_argument("--folder", type=Path, help="directory for the checkpoints (default: temporary files)")
 
 

@@ -15,4 +15,6 @@ def run_lightscale(*arguments: str) -> None:
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     code = subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode
     if code:
-        raise UserError(f"`{shlex.join(['lightscale', *arguments])}` failed with exit code {code}, as it says above")
+        raise UserError(
+            f"`{shlex.join(['lightscale', *arguments])}` failed with exit code {code}; see its output above"
+        )

@@ -80,7 +80,7 @@ def _missed(runs: list[dict[str, Any]]) -> list[str]:
     for (mixer, start, seed), nothing in by_name.items():
         converted = by_name[mixer, STARTS[0], seed]
         behind = [tokens for tokens, loss in nothing.items() if start == STARTS[1] and not converted[tokens] < loss]
-        missed += [f"{mixer}, seed {seed}: converted is not ahead after {tokens} tokens" for tokens in behind]
+        missed += [f"{mixer}, seed {seed}: the converted model is not ahead after {tokens} tokens" for tokens in behind]
     return missed
 
 
@@ -113,7 +113,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         label = f"{one['mixer']}, {one['start']}" if one["seed"] == 1 else None
         axes.plot(list(losses), list(losses.values()), style, color=colors[one["mixer"]], label=label)
     *_, loss = figures["source"]["validation_losses"].values()
-    axes.axhline(loss, color="gray", linewidth=0.8, label="the LLaMA that was converted")
+    axes.axhline(loss, color="gray", linewidth=0.8, label="the converted LLaMA")
     axes.set_xlabel("tokens")
     axes.set_ylabel("validation loss, nats per token")
     axes.legend(fontsize=8)
@@ -124,7 +124,13 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``bench.py convert``; its repeats are seeds."""
     add = parser.add_argument
-    add("--mixers", nargs="+", default=["tnl", "hgrn2"], metavar="NAME", help="what LLaMA becomes (default: tnl hgrn2)")
+    add(
+        "--mixers",
+        nargs="+",
+        default=["tnl", "hgrn2"],
+        metavar="NAME",
+        help=("mixers to convert LLaMA to (default: tnl hgrn2)"),
+    )
     add("--source-steps", type=positive, default=400, metavar="N", help="steps of LLaMA's training (default 400)")
-    add("--steps", type=positive, default=150, metavar="N", help="steps of each run that is compared (default 150)")
+    add("--steps", type=positive, default=150, metavar="N", help="steps of each compared run (default 150)")
     add("--store", type=Path, help="token store (default: one made of the Python standard library)")

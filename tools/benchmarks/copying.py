@@ -177,7 +177,7 @@ def finished(cell: Cell, recipe: Recipe, folder: Path | None) -> dict[str, Any]:
         kept = json.loads(path.read_text(encoding="utf-8"))
         # Every step is the same however many follow: a curve may have more of them than are asked for.
         if kept["recipe"] | {"steps": 0} != asdict(recipe) | {"steps": 0}:
-            raise UserError(f"{path}: made by {kept['recipe']}, not by {asdict(recipe)}; name another folder")
+            raise UserError(f"{path}: made by {kept['recipe']}, not by {asdict(recipe)}; use another folder")
         found: dict[str, Any] = kept["curve"]
         if found["reached"] or found["steps"] >= recipe.steps:
             return found
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         UserError: see ``finished``; or nothing is there to be shown.
     """
     if args.finished and (args.cells is None or not args.cells.is_dir()):
-        raise UserError(f"--finished shows curves of --cells FOLDER, and {args.cells or 'none'} is no such folder")
+        raise UserError(f"--finished shows curves of --cells FOLDER, and {args.cells or 'none'} does not exist")
     recipe = Recipe(width=args.width, blocks=args.blocks, batch=args.batch, steps=args.steps, lr=args.lr)
     curves: list[dict[str, Any]] = []
     for length in args.lengths:
@@ -303,13 +303,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``bench.py copying``."""
     parser.add_argument("--lengths", type=positive, nargs="+", default=[16], help="symbols of a string (default 16)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="default: all")
-    parser.add_argument("--seed", type=int, default=0, help="the first of as many as --repeats (default 0)")
-    parser.add_argument("--batch", type=positive, default=64, help="strings per step (default 64)")
-    parser.add_argument("--steps", type=positive, default=350, help="most steps of a curve (default 350)")
-    parser.add_argument("--width", type=positive, default=128, help="of the models, in channels (default 128)")
-    parser.add_argument("--blocks", type=positive, default=4, help="of the models (default 4)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate, constant after 50 steps (default 1e-3)")
-    parser.add_argument("--finished", action="store_true", help="show what --cells has, and run nothing")
     parser.add_argument(
-        "--cells", type=Path, metavar="FOLDER", help="keep finished curves there, and do not run them again"
+        "--seed", type=int, default=0, help=("first seed; --repeats sets the number of seeds (default 0)")
+    )
+    parser.add_argument("--batch", type=positive, default=64, help="strings per step (default 64)")
+    parser.add_argument("--steps", type=positive, default=350, help="maximum steps of a curve (default 350)")
+    parser.add_argument("--width", type=positive, default=128, help="width of the models, in channels (default 128)")
+    parser.add_argument("--blocks", type=positive, default=4, help="number of blocks of the models (default 4)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate, constant after 50 steps (default 1e-3)")
+    parser.add_argument("--finished", action="store_true", help="show the curves of --cells, and run nothing")
+    parser.add_argument(
+        "--cells", type=Path, metavar="FOLDER", help="folder for finished curves, which are not run again"
     )

@@ -210,8 +210,8 @@ def _beside_lm_eval(folder: Path, data: Path, questions: int, repeats: int) -> d
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the third part asks."""
     parser.add_argument("--data", type=Path, default=Path("data/evaluation"), help="of benchmark_data.py")
-    parser.add_argument("--questions", type=positive, default=20, help="of each task (default 20)")
-    parser.add_argument("--without-lm-eval", action="store_true", help="the first two parts only")
+    parser.add_argument("--questions", type=positive, default=20, help="questions per task (default 20)")
+    parser.add_argument("--without-lm-eval", action="store_true", help="only the first two parts")
 
 
 def run_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -222,8 +222,8 @@ def run_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         lacking = [name for name in LOCAL_TASKS if local_file(name, args.data) is None]
         if lacking:
             raise UserError(
-                f"--data {args.data}: no questions of {', '.join(lacking)} there: python tools/benchmark_data.py "
-                f"--out {args.data}, or --without-lm-eval"
+                f"--data {args.data}: no questions of {', '.join(lacking)} : run python tools/benchmark_data.py --out "
+                f"{args.data}, or --without-lm-eval"
             )
     data = None if args.without_lm_eval else args.data
     yield from run(data=data, questions=args.questions, repeats=args.repeats)

@@ -77,8 +77,10 @@ def table(figures: dict[str, Any]) -> Table:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured."""
-    parser.add_argument("--mixers", nargs="+", default=list(MIXERS), help="default: all linear ones")
-    parser.add_argument("--row-tokens", type=int, default=8192, help="tokens that pass at once (default: 8192)")
+    parser.add_argument(
+        "--mixers", nargs="+", default=list(MIXERS), help=("mixers to measure (default: all linear mixers)")
+    )
+    parser.add_argument("--row-tokens", type=int, default=8192, help="tokens processed at once (default: 8192)")
 
 
 def _evaluate(mixer: str, tokens: int, row_tokens: int, repeats: int) -> None:

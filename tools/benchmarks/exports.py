@@ -127,7 +127,7 @@ def _random_blocks(model: ModelConfig) -> Iterator[memoryview]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and where its files go."""
-    parser.add_argument("--config", default="tnl-1b", help="configuration whose model it is (default tnl-1b)")
+    parser.add_argument("--config", default="tnl-1b", help="configuration of the model (default tnl-1b)")
     parser.add_argument("--folder", type=Path, help="directory for the files (default: temporary files)")
 
 

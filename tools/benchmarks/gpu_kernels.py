@@ -30,10 +30,9 @@ SMALL: dict[str, Any] = {"num_heads": 2, "width": 32}
 TARGET_DEVICE = "H200"
 
 NO_GPU = (
-    "no GPU here: these lines time small shapes of the forms that CPUs use. "
-    "Figures of the kernels need a GPU: run the same command on one."
+    "no GPU: these lines time the CPU forms at small shapes. Run the same command on a GPU for figures of the kernels."
 )
-NOT_FULL = "small sizes, at which launches take longer than the work: this shows that every line runs, and no speed."
+NOT_FULL = "small sizes, at which launches take longer than the work: this shows that every line runs, not its speed."
 # A call that takes longer than this is not repeated.
 SLOW_MS = 2000.0
 
@@ -373,5 +372,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWSxTOKENS",
         help=f"(default {' '.join(f'{rows}x{tokens}' for rows, tokens in SHAPES)}; small ones without a GPU)",
     )
-    parser.add_argument("--small", action="store_true", help="sizes of a CPU on a GPU too: whether every line runs")
+    parser.add_argument(
+        "--small", action="store_true", help=("use the sizes of a CPU on a GPU too, to test that every line runs")
+    )
     parser.add_argument("--tune", action="store_true", help="also time other tiles of the kernels, on a GPU")

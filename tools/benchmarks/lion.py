@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         nargs="+",
         default=[4096, 32768],
-        help="tokens of the row; the full matrix is made at the smallest (default 4096 32768)",
+        help="tokens of the row; the full matrix is computed at the smallest (default 4096 32768)",
     )
     parser.add_argument("--heads", type=positive, default=2, help="heads (default 2)")
     parser.add_argument("--width", type=positive, default=64, help="width of keys and values (default 64)")

@@ -189,7 +189,7 @@ def mixers_arguments(parser: argparse.ArgumentParser) -> None:
         "--clock",
         choices=CLOCKS,
         default="cpu",
-        help="cpu: seconds of this process's threads, which others hardly disturb (default cpu)",
+        help="cpu: CPU seconds of this process, nearly independent of other load (default cpu)",
     )
 
 

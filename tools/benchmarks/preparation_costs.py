@@ -114,12 +114,12 @@ def _prepared(documents: Sequence[int], *, unit_bytes: int, range_bytes: int = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``bench.py preparation-costs``."""
-    parser.add_argument("--units", type=positive, default=200, help="in the larger preparation (default 200)")
+    parser.add_argument("--units", type=positive, default=200, help="units in the larger preparation (default 200)")
 
 
 def table(figures: dict[str, Any]) -> Table:
     """For people."""
-    made = Table("processor time", "measured, ms", "supposed by `data plan`, ms")
+    made = Table("processor time", "measured, ms", "assumed by `data plan`, ms")
     for name, seconds in figures["seconds"].items():
         made.add_row(name, f"{1e3 * seconds:.3f}", f"{1e3 * figures['supposed_s'][name]:.3f}")
     return made

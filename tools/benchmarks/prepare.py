@@ -124,7 +124,7 @@ def pages(folder: Path) -> Path:
     try:
         target.write_bytes(b"".join(tool.fetch(name, folder).read_bytes() for name in ("en", "kernel")))
     except tool.UnavailableError as error:
-        raise UserError(f"no text to time with ({error}); give a jsonl file") from error
+        raise UserError(f"no text to measure with ({error}); give a jsonl file") from error
     return target
 
 
@@ -246,7 +246,7 @@ def _measure_one(corpus_file: Path, out: Path) -> None:
 
 def main() -> int:
     """The command line; 1 where the ratio or the memory is not what it should be."""
-    parser = argparse.ArgumentParser(description="Time the preparation of a corpus beside datatrove.")
+    parser = argparse.ArgumentParser(description="Time the preparation of a corpus, compared with datatrove.")
     parser.add_argument("--documents", type=Path, help="jsonl with English texts (default: pages of Debian packages)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-memory", action="store_true", help="skip peak memory")

@@ -40,7 +40,7 @@ JUDGED_TOKENS = 2**14
 """From this length on: at short rows launches take longer than the work."""
 _CPU_SETTING: dict[str, Any] = {"dtype": torch.float32, "num_heads": 2, "width": 64}
 _CHUNK = 64
-_NO_GPU = "no GPU here: these lines time the forms that CPUs use"
+_NO_GPU = "no GPU: these lines time the CPU forms"
 _COLORS = {ONE: "tab:blue", TWO: "tab:red", FUSED: "tab:orange"}
 _COLORS |= {PLAIN_ONE: _COLORS[ONE], PLAIN_TWO: _COLORS[TWO], PLAIN_PRODUCT: "tab:gray"}
 

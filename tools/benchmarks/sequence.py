@@ -365,5 +365,5 @@ def settings_of(args: argparse.Namespace) -> SequenceSettings:
     given: dict[str, Sequence[Any] | int] = {name: getattr(args, name) for name in names}
     for ranks in args.ranks:
         if ranks % min(ranks, args.ranks_per_node):
-            raise SystemExit(f"--ranks {ranks}: they do not fill nodes of --ranks-per-node {args.ranks_per_node}")
+            raise SystemExit(f"--ranks {ranks}: not a multiple of --ranks-per-node {args.ranks_per_node}")
     return SequenceSettings(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})  # type: ignore[arg-type]

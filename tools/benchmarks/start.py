@@ -56,7 +56,7 @@ def _cpu_s(command: list[str]) -> float:
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     code = subprocess.run(command, check=False, env=environment, stdout=sys.stderr).returncode
     if code:
-        raise UserError(f"`{shlex.join(command)}` failed with exit code {code}, as it says above")
+        raise UserError(f"`{shlex.join(command)}` failed with exit code {code}; see its output above")
     return _children_s() - before
 
 

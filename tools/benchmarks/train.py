@@ -149,7 +149,7 @@ class Attempts:
                 return row
             self._levels.pop(0)
         if not any(failure["length"] == length for failure in self.failures):
-            self.failures.append({"length": length, "recompute": None, "reason": "shorter ones do not fit"})
+            self.failures.append({"length": length, "recompute": None, "reason": "shorter sequences do not fit"})
         return None
 
     def attempt(self, length: int, level: str) -> dict[str, Any] | None:
@@ -285,12 +285,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-step", type=int, help=f"(default {TOKENS_PER_STEP:,}; on CPUs {CPU_TOKENS_PER_STEP:,})"
     )
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="tokens at once (default 16384)")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=16384, help=("tokens processed at once (default 16384)")
+    )
     parser.add_argument(
         "--recompute",
         choices=("auto", *RECOMPUTE),
         default="auto",
-        help="activations computed again in the backward pass; auto: as few as memory allows (default auto)",
+        help="activations to recompute in the backward pass; auto: as few as memory allows (default auto)",
     )
 
 

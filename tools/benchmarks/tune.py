@@ -125,7 +125,7 @@ def check_device() -> None:
         UserError: there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise UserError("--tune times tiles of Triton kernels, which needs a GPU: torch.cuda.is_available() is false")
+        raise UserError("--tune times tiles of Triton kernels, which needs a GPU; torch.cuda.is_available() is false")
 
 
 def tune(bench: Bench, *, tokens: int = 65536) -> Iterator[dict[str, dict[str, Any]]]:

@@ -23,8 +23,8 @@ FOLDER_VARIABLE = "LIGHTSCALE_TWIN"
 """Names the folder, for several clones to share one."""
 WHEEL_MB = 527
 NOTE = (
-    "This is the CUDA twin: a device that is not there, whose work CPUs do. "
-    "No time, speed or memory here is that of a GPU."
+    "This is the CUDA twin: a simulated CUDA device, computed by CPUs. No time, speed or memory here is measured on a "
+    "GPU."
 )
 """For whatever shows figures of a process that is in a twin."""
 
@@ -67,13 +67,13 @@ def missing() -> str | None:
     if sys.platform != "linux":
         return f"the null device stands in for libraries of Linux; this is {sys.platform}"
     if absent := [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]:
-        return f"{', '.join(absent)} needed, to build the null device, and not found on the PATH"
+        return f"{', '.join(absent)} not found on the PATH; install it to build the null device"
     if not (_headers() / "cuda_runtime_api.h").exists():
-        return f"no headers of CUDA in {_headers()}, where Triton ships them"
+        return f"no headers of CUDA in {_headers()}, which Triton includes"
     if not (wheel_path() / "torch/lib/libtorch_cuda.so").exists():
         return (
-            f"no CUDA build of PyTorch {torch_version()} in {wheel_path()}; 'python tools/twin.py fetch' brings it "
-            f"({WHEEL_MB} MB), or {FOLDER_VARIABLE} names a folder that has it"
+            f"no CUDA build of PyTorch {torch_version()} in {wheel_path()}; 'python tools/twin.py fetch' downloads it "
+            f"({WHEEL_MB} MB), or set {FOLDER_VARIABLE} to a folder that contains it"
         )
     return None
 
@@ -96,14 +96,14 @@ def fetch() -> Path:
         wheels = list(Path(download).glob("torch-*.whl"))
         if done.returncode or not wheels:
             raise UserError(
-                f"pip could not download torch=={torch_version()} ({WHEEL_MB} MB): no index within reach has it; put "
-                f"the wheel, unpacked, into {target}"
+                f"pip could not download torch=={torch_version()} ({WHEEL_MB} MB): no reachable index has it; unpack "
+                f"the wheel into {target}"
             )
         unpacked = Path(download) / "unpacked"
         with zipfile.ZipFile(wheels[0]) as wheel:
             wheel.extractall(unpacked)
         if not (unpacked / "torch/lib/libtorch_cuda.so").exists():
-            raise UserError(f"{wheels[0].name} is a build without CUDA: the index gives no other to this machine")
+            raise UserError(f"{wheels[0].name} is a build without CUDA; the index has no other build for this machine")
         unpacked.rename(target)
     return target
 

@@ -49,12 +49,12 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
     step, case = found["steps"][-1], found["case"]
     ran = f"rank {case['rank']} of {case['world_size']}, {case['micro_batches']} micro-batches"
     lines = [(kind, f"{count:,}", "") for kind, count in step["launches"].items()]
-    lines.append(("launches in all", f"{step['launches_in_all']:,}", f"{found['layers']} layers; {ran}"))
+    lines.append(("launches in total", f"{step['launches_in_all']:,}", f"{found['layers']} layers; {ran}"))
     lines.append(("FLOPs of matrix products", f"{step['product_flops']:.4g}", ""))
     planned = found["planned"]["total_bytes"]
     ratio = f"planned {planned / _GIB:.2f}: {100 * (step['peak_bytes'] / planned - 1):+.1f} %"
     lines.append(("peak of the allocator, GiB", f"{step['peak_bytes'] / _GIB:.2f}", ratio))
-    lines.append(("reserved, GiB", f"{found['reserved_bytes'] / _GIB:.2f}", "the allocator's gaps included"))
+    lines.append(("reserved, GiB", f"{found['reserved_bytes'] / _GIB:.2f}", "with the allocator's gaps"))
     yield _table(("null device", "", ""), lines)
     yield _table(
         ("host waits", "", "where"),

@@ -196,7 +196,7 @@ class _Steps:
 
         @functools.wraps(read)
         def take(ahead: Prefetcher, tokens: int) -> Any:
-            assert not tokens or self.second.wait(_LATE_S), "the second step never came"
+            assert not tokens or self.second.wait(_LATE_S), "the second step did not start"
             return read(ahead, tokens)
 
         return take

@@ -29,23 +29,27 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     paths = "a corpus file, or files, directories and URLs (s3://, http://, https://)"
     add("paths", nargs="*", default=[], type=text_path, metavar="CORPUS.toml | PATH", help=paths)
-    add("--corpus", choices=[STDLIB], help="a corpus that every machine has: Python's own sources")
+    add(
+        "--corpus",
+        choices=[STDLIB],
+        help="a corpus available on every machine: the sources of Python's standard library",
+    )
     own = parser.add_argument_group("for PATHs and --corpus (in a corpus file, these are its keys)")
     add = own.add_argument
-    add("--name", help="name of the source (default: that of the corpus or of the first path)")
+    add("--name", help="name of the source (default: name of the corpus or of the first path)")
     tokenizers = (
         "sentencepiece (trained here), tiktoken:ENCODING, ascii (a token for each character), "
         "or the path of a store or a tokenizer's file"
     )
     add("--tokenizer", help=f"{tokenizers} (default: {TRAINED_TOKENIZER})")
-    add("--vocab-size", type=int, help=f"ids of a tokenizer trained here (default: {DEFAULT_VOCAB_SIZE})")
+    add("--vocab-size", type=int, help=f"vocabulary size of a tokenizer trained here (default: {DEFAULT_VOCAB_SIZE})")
     validation = f"share of the documents to hold out (default: {_DEFAULT_VALIDATION})"
     add("--validation", type=float, metavar="SHARE", help=validation)
-    suffixes = f"ends of the names of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
+    suffixes = f"suffixes of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
     add("--suffixes", help=suffixes)
     add("--text-field", help="field of the text in jsonl and parquet files (default: text)")
-    add("--label-field", help="field of the documents' classes in jsonl and parquet files (default: they have none)")
-    add("--language", help="drop documents that break the rules of this language (default: keep all)")
+    add("--label-field", help="field of the documents' classes in jsonl and parquet files (default: no classes)")
+    add("--language", help="filter documents by the rules of this language (default: keep all)")
 
 
 def text_path(given: str) -> Path | RemotePath:

@@ -27,28 +27,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prepare.add_parser(commands)
     train_classifier.add_parser(commands)
     made.add_parsers(commands)
-    inspect = commands.add_parser("inspect", help="show what a token store holds")
+    inspect = commands.add_parser("inspect", help="show the contents of a token store")
     inspect.add_argument("store", type=path_argument, metavar="STORE")
     inspect.add_argument("--sample", type=int, default=1, metavar="N", help="documents to show (default: 1)")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.set_defaults(run_data=_inspect)
     verify.add_parser(commands)
     upgrade.add_parser(commands)
-    samples = commands.add_parser("samples", help="name the documents that a step of a run was trained on")
+    samples = commands.add_parser("samples", help="list the documents that a training step read")
     add_run(samples)
     samples.add_argument("--step", type=int, required=True, metavar="N", help="the step, counted from 1")
     samples.add_argument("--json", action="store_true", help="print one JSON object")
     samples.set_defaults(run_data=_run_samples)
     trace = commands.add_parser(
         "trace",
-        help="name the documents of a loss spike, with their losses, files and lines",
+        help="list the documents of a loss spike, with losses, files and lines",
         description="Without --spike: the steps whose loss stands out in the run's records. With it: the documents "
-        "that the step read, the worst first, with the loss that the nearest checkpoint before it gives them.",
+        "that the step read, highest loss first. Losses come from the nearest checkpoint before the step.",
     )
     add_run(trace)
     trace.add_argument("--spike", type=int, metavar="STEP", help="the step, counted from 1 (default: list the spikes)")
-    trace.add_argument("--top", type=int, metavar="N", help="show the N worst documents only (default: all)")
-    where = "where the corpus's files are, to count lines in them (default: the current directory)"
+    trace.add_argument(
+        "--top", type=int, metavar="N", help="show only the N documents with the highest loss (default: all)"
+    )
+    where = "directory of the corpus files, to find line numbers (default: the current directory)"
     trace.add_argument("--files", type=path_argument, default=Path(), metavar="DIR", help=where)
     trace.add_argument("--json", action="store_true", help="print one JSON object")
     trace.set_defaults(run_data=_run_trace)
@@ -89,7 +91,7 @@ def _inspect(args: argparse.Namespace) -> int:
         return 0
     console = plain_console()
     console.print(f"{args.store}: fingerprint {store.fingerprint()}")
-    checked = "every block is compared when it is read" if store.is_checked else "`lightscale data upgrade` adds hashes"
+    checked = "every block is verified when it is read" if store.is_checked else "`lightscale data upgrade` adds hashes"
     console.print(f"format {store.format_version}: {checked}")
     print_report(console, report)
     for name, source in store.sources.items():
@@ -131,9 +133,9 @@ def _describe_extras(source: TokenSource) -> str:
     arrays = ", ".join(f"{name} ({dtype})" for name, dtype in source.document_arrays.items())
     return "; ".join(
         [
-            "a loss mask says which labels count" if source.has_loss_mask else "every label counts",
-            f"of every document {arrays}" if arrays else "no arrays of documents",
-            "files and places of its documents" if source.has_origins else "not known where its documents came from",
+            "a loss mask selects the labels that count" if source.has_loss_mask else "every label counts",
+            f"document arrays: {arrays}" if arrays else "no document arrays",
+            "files and positions of its documents" if source.has_origins else "origins of its documents not stored",
         ]
     )
 

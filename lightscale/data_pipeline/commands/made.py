@@ -21,10 +21,10 @@ def add_parsers(commands: Any) -> None:
         parser = commands.add_parser(name, help=generator.help)
         add = parser.add_argument
         add("--out", required=True, type=path_argument, metavar="STORE", help="the store to write; must not exist")
-        add("--documents", type=int, required=True, metavar="N", help="documents to train on")
+        add("--documents", type=int, required=True, metavar="N", help="training documents")
         validation = f"documents of the source {name}-validation (default: one for {_VALIDATION_SHARE} of the others)"
         add("--validation", type=int, metavar="N", help=validation)
-        add("--seed", type=int, default=0, help="decides all documents (default: %(default)s)")
+        add("--seed", type=int, default=0, help="seed of all documents (default: %(default)s)")
         generator.add_arguments(parser)
         add("--json", action="store_true", help="print the report as JSON")
         parser.set_defaults(run_data=functools.partial(_make, name))

@@ -67,16 +67,17 @@ def _show_forecast(console: Console, planned: Forecast) -> None:
             sum(step.wall_seconds(workers) for step in together),
         )
         table.add_row(name, f"{sum(step.tasks for step in together):,}", *map(_time, times))
-    table.add_row("one process alone", "", *[_time(planned.alone_seconds)] * 3)
+    table.add_row("one process", "", *[_time(planned.alone_seconds)] * 3)
     console.print(table)
     console.print(
-        f"{planned.hours:.3g} hours on {planned.hosts:,} × {planned.workers:,} workers like those here, if they can "
-        f"read and write {_size(planned.needed_bytes_s)} a second together; {_count(planned.opens)} files opened"
+        f"{planned.hours:.3g} hours on {planned.hosts:,} × {planned.workers:,} workers of this speed, if together "
+        f"they can read and write {_size(planned.needed_bytes_s)} a second; {_count(planned.opens)} files opened"
     )
     console.print(
-        f"disk {_size(planned.store_bytes + planned.work_bytes)} at most, {_size(planned.key_bytes)} of it keys of "
-        f"duplicates; memory {_size(planned.worker_bytes)} a worker, {_size(planned.handing_bytes)} to hand out, "
-        f"{_size(planned.uniting_bytes)} for one task that unites duplicates if a fifth of the documents has one"
+        f"disk {_size(planned.store_bytes + planned.work_bytes)} at most, {_size(planned.key_bytes)} of it for "
+        f"duplicate keys; memory {_size(planned.worker_bytes)} per worker, {_size(planned.handing_bytes)} to "
+        f"distribute tasks, {_size(planned.uniting_bytes)} for the task that clusters duplicates, if a fifth of the "
+        f"documents are duplicates"
     )
 
 
@@ -89,13 +90,13 @@ def _show(console: Console, found: CorpusEstimate) -> None:
             console.print(f"{name}: warning: {reason}: {problem['count']:,}")
             for example in problem["examples"][:_MOST_EXAMPLES]:
                 console.print(f"    {example}")
-    trained = ", trained on the sample: on the whole corpus it will take a few more tokens" if found.is_trained else ""
+    trained = ", trained on the sample; the whole corpus needs slightly more tokens" if found.is_trained else ""
     console.print(f"tokenizer {found.tokenizer}{trained}")
     console.print(
-        f"about {_count(found.tokens)} tokens; store {_size(found.store_bytes)}, beside it while it is made "
+        f"about {_count(found.tokens)} tokens; store {_size(found.store_bytes)}, temporary files "
         f"{_size(found.work_bytes)}; {_time(found.seconds)} with one process of this machine (--workers divide it)"
     )
-    console.print("estimated from the sample; duplicates are not known before all is read")
+    console.print("estimated from the sample; duplicates are counted only when the whole corpus is read")
 
 
 def _table(found: CorpusEstimate) -> Table:

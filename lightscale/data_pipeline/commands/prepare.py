@@ -21,18 +21,18 @@ _EXECUTORS = ("processes", "mpi", "ray")
 
 def add_parser(commands: Any) -> None:
     """Add ``prepare`` to the commands of ``lightscale data``."""
-    parser = commands.add_parser("prepare", help="turn a corpus into a token store")
+    parser = commands.add_parser("prepare", help="prepare a token store from a corpus")
     parser.set_defaults(run_data=_prepare, base=None)
     _add_arguments(parser)
     parser = commands.add_parser(
         "add",
-        help="a store with more files, without preparing the old ones again",
-        description="Write a store of all that STORE holds and of the new files of a corpus: those that STORE has, by "
-        "name and size, are not read. Documents that are like one of STORE are dropped. Tokenizer, kinds of "
-        "duplicates, classes and shards are STORE's. STORE stays as it is, for the runs that train on it; full shards "
-        "are shared with it by hard links.",
+        help="extend a token store with new files",
+        description="Write a new store with the documents of STORE and of new files of a corpus. Files already in "
+        "STORE (same name and size) are not read. Duplicates of documents in STORE are dropped. Tokenizer, "
+        "deduplication, classes and shard sizes are those of STORE. STORE does not change, so runs can continue to "
+        "train on it; full shards are shared through hard links.",
     )
-    parser.add_argument("base", type=path_argument, metavar="STORE", help="what `data prepare` or `data add` wrote")
+    parser.add_argument("base", type=path_argument, metavar="STORE", help="a store of `data prepare` or `data add`")
     parser.set_defaults(run_data=_prepare)
     _add_arguments(parser)
 
@@ -42,16 +42,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", required=True, type=path_argument, metavar="STORE", help="the store to write; must not exist")
     add("--workers", type=int, metavar="N", help="processes on this machine (default: 1)")
-    engines = "what runs the work: processes here, the ranks of this MPI program, or a Ray cluster (default: processes)"
+    engines = "where tasks run: local processes, the ranks of this MPI program, or a Ray cluster (default: processes)"
     add("--executor", choices=_EXECUTORS, help=engines)
-    add("--mpi", action="store_const", const="mpi", dest="executor", help="the same as --executor mpi")
-    add("--strict", action="store_true", help="stop at the first text that cannot be read whole")
-    add("--restart", action="store_true", help="discard what an interrupted preparation has finished")
+    add("--mpi", action="store_const", const="mpi", dest="executor", help="same as --executor mpi")
+    add("--strict", action="store_true", help="stop at the first text that cannot be read completely")
+    add("--restart", action="store_true", help="discard the work of an interrupted preparation")
     add(
         "--keep-removed",
         type=path_argument,
         metavar="DIR",
-        help="write the documents that filters drop there, SOURCE.jsonl.zst, with rule and score; must not exist",
+        help="new directory for the documents that filters drop: SOURCE.jsonl.zst, with rule and score; must not exist",
     )
     add("--json", action="store_true", help="print the report as JSON")
 
@@ -87,7 +87,7 @@ def _prepare_with(make_executor: ExecutorFactory, args: argparse.Namespace) -> i
         console.print("note: no document was held out; use more documents or a larger validation share")
     num_bytes = sum(source["stages"]["read"]["bytes"] for source in report["corpus"].values())
     rate = num_bytes / seconds / 1e6
-    console.print(f"wrote {args.out} in {seconds:.1f} s ({rate:.2f} MB of text a second); see {args.out}/report.html")
+    console.print(f"wrote {args.out} in {seconds:.1f} s ({rate:.2f} MB of text per second); see {args.out}/report.html")
     return 0
 
 
@@ -110,7 +110,7 @@ def _executor(args: argparse.Namespace) -> contextlib.AbstractContextManager[Exe
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers}: use at least 1")
     if args.workers is not None and args.executor in ("mpi", "ray"):
-        sets = {"mpi": "the launcher sets the number of ranks (mpiexec -n)", "ray": "tasks go wherever CPUs are free"}
+        sets = {"mpi": "the launcher sets the number of ranks (mpiexec -n)", "ray": "Ray places tasks on free CPUs"}
         raise UserError(f"--workers and --executor {args.executor}: use only one; {sets[args.executor]}")
     match args.executor:
         case "mpi":

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the step consumed; ``UserError`` for a step that the run does not have."""
     config, loader = run_loader(args.run)
     if not 1 <= args.step <= config.total_steps:
-        raise UserError(f"--step {args.step}: {args.run} has the steps 1 … {config.total_steps}")
+        raise UserError(f"--step {args.step}: {args.run} has steps 1 to {config.total_steps}")
     content = step_content(loader, args.step)
     if args.json:
         print(json.dumps(asdict(content)))
@@ -40,7 +40,7 @@ def _table(content: StepContent) -> Table:
     has_labels = any(one.label is not None for sample in content.samples for one in sample.documents)
     labels = ["label"] if has_labels else []
     headings = ("sample", "source", "epoch", "window", "document", "tokens of the document")
-    table = Table(*headings, *labels, "file", "place in it")
+    table = Table(*headings, *labels, "file", "position in it")
     for column in table.columns[:-2]:
         column.no_wrap = True
     for column in table.columns[-2:]:

@@ -29,7 +29,7 @@ _KINDS = ("good", "bad")
 
 def add_parser(commands: Any) -> None:
     """Add ``train-classifier`` to the commands of ``lightscale data``."""
-    text = "fit a linear classifier on good and bad texts, for the filter `classifier` of corpus files"
+    text = "train a linear classifier on good and bad texts, for the filter `classifier` of corpus files"
     parser = commands.add_parser("train-classifier", help=text, description=text)
     add = parser.add_argument
     for kind in _KINDS:
@@ -37,8 +37,14 @@ def add_parser(commands: Any) -> None:
     add("--out", required=True, type=path_argument, metavar="FILE", help="the classifier to write; must not exist")
     add("--text-field", default="text", help="field of the text in jsonl and parquet files (default: %(default)s)")
     add("--bits", type=int, default=_BITS, help="2^BITS buckets for words and pairs (default: %(default)s)")
-    add("--penalty", type=float, default=_PENALTY, help="of the squares of the weights (default: %(default)s)")
-    add("--held-out", type=float, default=_HELD_OUT, metavar="SHARE", help="to measure it (default: %(default)s)")
+    add("--penalty", type=float, default=_PENALTY, help="L2 penalty of the weights (default: %(default)s)")
+    add(
+        "--held-out",
+        type=float,
+        default=_HELD_OUT,
+        metavar="SHARE",
+        help="share of the texts held out to measure accuracy (default: %(default)s)",
+    )
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run_data=_train)
 
@@ -51,9 +57,9 @@ def _train(args: argparse.Namespace) -> int:
     if not 0 <= args.held_out < 1:
         raise UserError(f"--held-out {args.held_out}: must be from 0 to below 1")
     if args.out.exists():
-        raise UserError(f"--out {args.out}: it exists; name a new file")
+        raise UserError(f"--out {args.out}: the file exists; use a new path")
     if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
+        raise UserError(f"--out {args.out}: directory {args.out.parent} does not exist")
     sources = {
         kind: {"paths": [str(path) for path in getattr(args, kind)], "text_field": args.text_field} for kind in _KINDS
     }
@@ -89,11 +95,12 @@ def _train(args: argparse.Namespace) -> int:
     console = plain_console()
     for kind in _KINDS:
         right = found["accuracy"][kind]
-        share = "none held out" if right is None else f"{right:.1%} of {len(held[kind]):,} held out are told right"
+        total = len(held[kind])
+        share = "none held out" if right is None else f"{right:.1%} of {total:,} held-out texts classified correctly"
         console.print(f"{kind}: {len(fitted[kind]):,} texts; {share}")
     for reason, problem in problems.as_json().items():
         console.print(f"warning: {reason}: {problem['count']:,}")
-    ranked = "" if found["auc"] is None else f" A good text is above a bad one in {found['auc']:.1%} of pairs."
+    ranked = "" if found["auc"] is None else f" In {found['auc']:.1%} of pairs the good text scores higher."
     console.print(f"wrote {args.out}.{ranked}")
     return 0
 

@@ -11,7 +11,7 @@ from lightscale.data_pipeline.store.upgrade import upgrade_store
 
 def add_parser(commands: Any) -> None:
     """Add ``upgrade`` to the commands of ``lightscale data``."""
-    parser = commands.add_parser("upgrade", help="add the hashes of blocks to a token store of an earlier format")
+    parser = commands.add_parser("upgrade", help="add block hashes to a token store of an earlier format")
     parser.add_argument("store", type=path_argument, metavar="STORE")
     parser.add_argument("--out", type=path_argument, metavar="NEW", help="upgrade a copy (default: the store itself)")
     parser.set_defaults(run_data=_upgrade)
@@ -26,5 +26,5 @@ def _upgrade(args: argparse.Namespace) -> int:
     console = plain_console()
     console.print(f"{store.path}: {done} format {store.format_version}; fingerprint {store.fingerprint()}")
     if upgraded:
-        console.print("runs that were trained on it go on with it; it does not say where its documents came from")
+        console.print("runs trained on it can continue with it; the origins of its documents are not stored")
     return 0

@@ -12,7 +12,7 @@ from lightscale.errors import UserError
 
 def add_parser(commands: Any) -> None:
     """Add ``verify`` to the commands of ``lightscale data``."""
-    parser = commands.add_parser("verify", help="read a token store whole and compare it with its hashes")
+    parser = commands.add_parser("verify", help="read a whole token store and verify its hashes")
     parser.add_argument("store", type=path_argument, metavar="STORE")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run_data=_verify)

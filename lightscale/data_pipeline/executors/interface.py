@@ -1,4 +1,4 @@
-"""What an executor is: it runs the tasks of a preparation, wherever.
+"""Interface of executors, which run the tasks of a preparation on any engine.
 
 All executors run the same tasks and leave the same files. A task returns nothing: its result is a file that appears by
 one rename when it is whole. So an executor needs no results, no order of tasks and no memory of what is done; whatever
@@ -40,7 +40,7 @@ class Executor(Protocol):
     ) -> None: ...
 
     def run(self, step: str, task: Task, items: Sequence[Any], sizes: Sequence[int], progress: Progress) -> None:
-        """Run ``task`` on every item, of ``sizes`` in bytes; returns when all are done.
+        """Run ``task`` on every item, with ``sizes`` in bytes; returns when all items are finished.
 
         Raises the first error of a task, which ends the step, and ``UserError`` where workers die again and again.
         """
@@ -108,9 +108,8 @@ class HandsOut(Generic[_Handle]):
                 num_losses = (num_losses if len(lost) == len(ended) else 0) + bool(lost)
                 if num_losses > MOST_LOSSES:
                     raise UserError(
-                        f"{step}: workers died {num_losses} times (out of memory, or killed) and finished no task "
-                        "between; finished work is kept: run the same command again, with fewer workers if memory was "
-                        "short"
+                        f"{step}: workers died {num_losses} times (out of memory or killed) without finishing a task; "
+                        f"finished work is kept: run the same command again, with fewer workers if memory ran out"
                     )
                 meter.show(min(max(done, self._bytes_in_hand()), sum(sizes)))
         finally:

@@ -34,7 +34,7 @@ class RayCluster(HandsOut[Any]):
                 self._ray.init(log_to_driver=False, logging_level=logging.WARNING)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 address = os.environ.get("RAY_ADDRESS", "none")
-                raise UserError(f"--executor ray: no cluster answers (RAY_ADDRESS: {address}; {error})") from error
+                raise UserError(f"--executor ray: no cluster responds (RAY_ADDRESS: {address}; {error})") from error
             self._is_own = True
         # A task is repeated where its worker or node dies; an error that it raises is its result.
         self._remote = self._ray.remote(num_cpus=1, max_retries=MOST_LOSSES, retry_exceptions=False)(_run_in)
@@ -65,7 +65,7 @@ class RayCluster(HandsOut[Any]):
         except (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError) as error:
             raise UserError(
                 f"a worker of the Ray cluster died for the {MOST_LOSSES + 1}th time with the same task ({error}); "
-                "finished work is kept: run the same command again, with more memory for a task if it was short"
+                f"finished work is kept: run the same command again, with more memory per task if memory ran out"
             ) from error
 
     def _cancel(self, handle: Any) -> None:

@@ -30,7 +30,7 @@ class Copying(Generator):
     symbols: int = 26
     """From which the strings are drawn."""
 
-    help = "make the copying task: random strings, each of them twice, of which the second one counts"
+    help = "generate the copying task: random strings written twice; the loss counts the second copy"
     has_loss_mask = True
 
     def __post_init__(self) -> None:
@@ -42,15 +42,15 @@ class Copying(Generator):
             if not 1 <= value <= most:
                 raise UserError(f"--{name} {value}: must be 1 to {most:,}")
         if self.min_length > self.max_length:
-            raise UserError(f"--min-length {self.min_length}: more than --max-length {self.max_length}")
+            raise UserError(f"--min-length {self.min_length}: above --max-length {self.max_length}")
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """See ``Generator``."""
         add = parser.add_argument
-        add("--min-length", type=int, metavar="N", help="least symbols of a string (default: --max-length)")
-        add("--max-length", type=int, default=16, metavar="N", help="most symbols of a string (default: 16)")
-        add("--symbols", type=int, default=26, metavar="N", help="different symbols (default: 26)")
+        add("--min-length", type=int, metavar="N", help="minimum symbols of a string (default: --max-length)")
+        add("--max-length", type=int, default=16, metavar="N", help="maximum symbols of a string (default: 16)")
+        add("--symbols", type=int, default=26, metavar="N", help="number of different symbols (default: 26)")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Self:

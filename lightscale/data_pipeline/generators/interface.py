@@ -1,4 +1,4 @@
-"""What every generator is: documents by a rule, each a function of the seed and its number, and their tokens."""
+"""Interface of generators: documents by a rule, each a function of seed and number, and their tokens."""
 
 import argparse
 import importlib
@@ -23,7 +23,7 @@ GENERATORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class MadeDocument:
-    """A document that was made up."""
+    """A generated document."""
 
     text: str
     label: int | None = None
@@ -33,7 +33,7 @@ class MadeDocument:
 
 
 class Generator(ABC):
-    """Makes documents; imports no torch."""
+    """Generates documents; imports no torch."""
 
     help: ClassVar[str]
     """A line about it, for the list of commands."""
@@ -45,33 +45,33 @@ class Generator(ABC):
     @staticmethod
     @abstractmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Declare what its documents can be like."""
+        """Declare the options of its documents."""
 
     @classmethod
     @abstractmethod
     def of(cls, args: argparse.Namespace) -> Self:
-        """The generator of these arguments; ``UserError`` for what cannot be."""
+        """Generator for these arguments; ``UserError`` for impossible ones."""
 
     @abstractmethod
     def tokenizer(self) -> TiktokenTokenizer:
-        """Whose tokens are the symbols that documents are made of."""
+        """Tokenizer with the symbols of the documents as tokens."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """All that its documents depend on but seed and number, for the report."""
+        """Everything that determines its documents except seed and number, for the report."""
 
     @abstractmethod
     def make(self, random: Random) -> MadeDocument:
-        """A document, by the numbers of ``random`` alone."""
+        """One document, determined only by the numbers of ``random``."""
 
     def document(self, seed: int, split: str, number: int) -> MadeDocument:
-        """Document ``number`` of a split: the same whatever is made beside it."""
+        """Document ``number`` of a split, independent of all other documents."""
         # Of a text, Python's generator begins alike on every machine and in every version; so do its `random()`s.
         return self.make(Random(f"{seed} {split} {number}"))
 
 
 def generator_class(name: str) -> type[Generator]:
-    """The class of ``GENERATORS[name]``."""
+    """Class of ``GENERATORS[name]``."""
     module, _, attribute = GENERATORS[name].partition(":")
     found = getattr(importlib.import_module(module), attribute)
     assert issubclass(found, Generator), f"{GENERATORS[name]} is no Generator"
@@ -94,5 +94,5 @@ def symbol_tokenizer(name: str, symbols: Sequence[str], pattern: str) -> Tiktoke
 
 
 def integer(random: Random, least: int, most: int) -> int:
-    """One of ``least`` to ``most``, all as likely."""
+    """Uniform random integer from ``least`` to ``most``."""
     return least + int(random.random() * (most - least + 1))

@@ -43,7 +43,7 @@ class ListOps(Generator):
     min_tokens: int = 500
     max_tokens: int = 2000
 
-    help = "make ListOps: nested operations on digits, to be classified by their result"
+    help = "generate ListOps: nested operations on digits, classified by their result"
     classes = tuple("0123456789")
 
     def __post_init__(self) -> None:
@@ -56,23 +56,24 @@ class ListOps(Generator):
             if not least <= value <= most:
                 raise UserError(f"--{name} {value}: must be {least} to {most:,}")
         if self.min_tokens > self.max_tokens:
-            raise UserError(f"--min-tokens {self.min_tokens}: more than --max-tokens {self.max_tokens}")
+            raise UserError(f"--min-tokens {self.min_tokens}: above --max-tokens {self.max_tokens}")
         longest = 1
         for _ in range(self.max_depth):
             longest = min(2 + self.max_arguments * longest, _MOST_TOKENS)
         if longest < self.min_tokens:
             raise UserError(
                 f"--min-tokens {self.min_tokens}: --max-depth {self.max_depth} and --max-arguments "
-                f"{self.max_arguments} give at most {longest} symbols; use a smaller one, or more depth or arguments"
+                f"{self.max_arguments} give at most {longest} symbols; use a smaller minimum, or more depth or "
+                f"arguments"
             )
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """See ``Generator``."""
         add = parser.add_argument
-        add("--max-depth", type=int, default=10, metavar="N", help="operations inside of one another (default: 10)")
+        add("--max-depth", type=int, default=10, metavar="N", help="maximum nesting depth of operations (default: 10)")
         add("--max-arguments", type=int, default=10, metavar="N",
-            help="arguments of an operation, from 2 on (default: 10)")  # fmt: skip
+            help="maximum arguments of an operation, at least 2 (default: 10)")  # fmt: skip
         add("--min-tokens", type=int, default=500, metavar="N", help="symbols of a document (default: 500)")
         add("--max-tokens", type=int, default=2000, metavar="N", help="symbols of a document (default: 2000)")
 
@@ -112,8 +113,8 @@ class ListOps(Generator):
                 return MadeDocument(text=" ".join(symbols), label=label)
         raise UserError(
             f"--min-tokens {self.min_tokens}, --max-tokens {self.max_tokens}: none of {_MOST_TRIES:,} expressions of "
-            f"--max-depth {self.max_depth} and --max-arguments {self.max_arguments} has so many symbols; use a wider "
-            "range, or other ones"
+            f"--max-depth {self.max_depth} and --max-arguments {self.max_arguments} fits; use a wider range or "
+            f"another depth"
         )
 
     def _operation(self, random: Random, symbols: list[str], *, depth: int) -> int:

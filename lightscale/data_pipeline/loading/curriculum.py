@@ -33,8 +33,8 @@ class SkippedRanges:
         for at_tokens, skip_tokens in pairs:
             if at_tokens < 0 or skip_tokens <= 0:
                 raise UserError(
-                    f"skipping {skip_tokens} tokens of data after {at_tokens} consumed ones is not possible; "
-                    "use at least 1, after 0 or more"
+                    f"cannot skip {skip_tokens} tokens of data after {at_tokens} consumed tokens; skip at least 1, "
+                    f"after 0 or more"
                 )
         return cls(tuple(pairs))
 

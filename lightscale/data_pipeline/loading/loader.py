@@ -235,9 +235,7 @@ class TokenLoader:
         """
         for tokens in (at_tokens, skip_tokens):
             if tokens % self.tokens_per_step:
-                raise UserError(
-                    f"{tokens} tokens are not a multiple of the {self.tokens_per_step} of a step, skipped as a whole"
-                )
+                raise UserError(f"{tokens} tokens: only whole steps of {self.tokens_per_step} tokens can be skipped")
         self.skips = self.skips.adding(at_tokens, skip_tokens)
 
     def fingerprint(self) -> dict[str, str]:
@@ -269,14 +267,14 @@ class TokenLoader:
         saved, current = state["fingerprint"], self.fingerprint()
         differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
         if differing:
-            changes = "; ".join(f"{key}: {saved.get(key)} then, {current.get(key)} now" for key in differing)
-            raise UserError(f"{self.store.title}: the data is not what this run was trained on ({changes})")
+            changes = "; ".join(f"{key}: {saved.get(key)} before, {current.get(key)} now" for key in differing)
+            raise UserError(f"{self.store.title}: the data differs from the data of the earlier steps ({changes})")
         tokens, skips = int(state["tokens"]), SkippedRanges.of(state.get("skips", []))
         # With a curriculum a step must begin where it began before: it must not reach from one stage into the next.
         # Without one, whole sequences do: the batch size may change at a resume.
         unit = self.tokens_per_step if len(self._stages) > 1 else self.sequence_length
         if tokens < 0 or skips.position(tokens) % unit:
-            what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens of a step"
+            what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens per step"
             raise UserError(f"the state's {tokens} tokens are not a multiple of {what}")
         self.tokens, self.skips = tokens, skips
 
@@ -286,10 +284,10 @@ class TokenLoader:
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
             what = self._stages[-1].windows[name].description()
             if self._sources[name].has_loss_mask:
-                what += "; its loss mask says which labels count"
+                what += "; its loss mask selects the labels that count"
             lines.append(f"{name}: {share / self.mixture.period:.2%} of the samples; {what}")
         lines += [
-            f"{store.path}: of format {store.format_version}, so what is read is not compared with hashes; "
+            f"{store.path}: format {store.format_version} has no block hashes, so data is read unverified; "
             f"`lightscale data upgrade {store.path}` adds them"
             for store in self.store.parts
             if not store.is_checked
@@ -298,7 +296,7 @@ class TokenLoader:
             stage = here.stage
             lines.append(
                 f"sequences of {stage.sequence_length:,} tokens until {stage.stop:,} tokens: "
-                f"{stage.global_batch_size:,} a step, {stage.micro_batch_size:,} a micro-batch"
+                f"{stage.global_batch_size:,} per step, {stage.micro_batch_size:,} per micro-batch"
             )
         return lines
 
@@ -439,5 +437,5 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
 def _training_source(store: TokenStore, name: str) -> TokenSource:
     source = store.source(name)
     if source.split != "train":
-        raise UserError(f"{store.title}: source {name} holds validation data, which is not trained on")
+        raise UserError(f"{store.title}: source {name} holds validation data; use a training source")
     return source

@@ -48,7 +48,7 @@ class Permutation:
 
     def __init__(self, n: int, *, seed: int, epoch: int, source: str) -> None:
         if n < 1:
-            raise ValueError(f"a permutation of {n} windows is not possible; at least 1 is needed")
+            raise ValueError(f"cannot permute {n} windows; use at least 1")
         self.n = n
         # ceil(sqrt(n)) in integers: a float's square root is off by one for large n.
         self._base = np.uint64(math.isqrt(n - 1) + 1)

@@ -33,7 +33,7 @@ class Prefetcher:
             device: where the steps go; for a GPU the thread puts them into pinned memory.
         """
         if depth < 1:
-            raise ValueError(f"depth {depth}: at least one step is read ahead")
+            raise ValueError(f"depth {depth}: use at least 1")
         self._loader = loader
         self._depth = depth
         self._device = device

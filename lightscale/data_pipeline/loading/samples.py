@@ -89,8 +89,8 @@ def run_loader(run: Path, *, targets: MakeTargets | None = None) -> tuple[RunCon
     for trained_on in _stores(run):
         if trained_on != store.fingerprint():
             raise UserError(
-                f"{store.title}: not the store that {run} was trained on (fingerprint {store.fingerprint()}, its "
-                f"checkpoints have {trained_on}); set {' and '.join(config.data.store_paths)} in {path} to its path"
+                f"{store.title}: not the training data of {run} (fingerprint {store.fingerprint()}, its checkpoints "
+                f"have {trained_on}); set {' and '.join(config.data.store_paths)} in {path} to its path"
             )
     made = targets(config, store) if targets else None
     loader = TokenLoader.of(config, store, index_dir=run / INDEX_DIR, targets=made)

@@ -151,8 +151,8 @@ class ConcatWindows:
         self.num_windows = (source.num_tokens - 1) // sequence_length
         if self.num_windows < 1:
             raise UserError(
-                f"source {source.name}: {source.num_tokens} tokens make no sequence of "
-                f"sequence_length {sequence_length}; {sequence_length + 1} are needed"
+                f"source {source.name}: {source.num_tokens} tokens are fewer than the {sequence_length + 1} of one "
+                f"sequence (sequence_length {sequence_length} + 1)"
             )
 
     def document_ranges(self, window: int, first: int, last: int) -> DocumentRanges:

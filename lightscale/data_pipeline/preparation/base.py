@@ -60,7 +60,9 @@ class BaseStore:
         self.groups = {name: ArrayGroup(path / name, is_checked=True) for name in self.store.sources}
         for name, group in self.groups.items():
             if others := sorted(group.arrays.keys() - _ARRAYS):
-                raise UserError(f"{path}: source {name} has {others[0]}, which preparations do not write; not added to")
+                raise UserError(
+                    f"{path}: source {name} has {others[0]}, which `data prepare` does not write; it cannot be extended"
+                )
         self.files = InputFiles(path)
 
     @cached_property
@@ -91,7 +93,7 @@ class BaseStore:
             group = self.groups.get(name)
             if group and (source.label_field is not None) != (DOCUMENTS_PREFIX + LABEL in group.arrays):
                 has = "has no labels" if source.label_field is not None else "has labels"
-                raise UserError(f"sources.{name}.label_field: the source of that name in {self.path} {has}")
+                raise UserError(f"sources.{name}.label_field: the source of the same name in {self.path} {has}")
         layout = self.layout(next(iter(self.groups)), "tokens")
         has_labels = any(source.label_field is not None for source in corpus.sources.values())
         return corpus.model_copy(
@@ -110,7 +112,7 @@ class BaseStore:
         if corpus.tokenizer != TRAINED_TOKENIZER and sha256 != self.store.tokenizer.sha256:
             own = self.store.tokenizer
             raise UserError(
-                f"tokenizer = {corpus.tokenizer}: {self.path} has another one ({own.name}, sha256 "
+                f"tokenizer = {corpus.tokenizer}: {self.path} uses another tokenizer ({own.name}, sha256 "
                 f"{own.sha256[:16]}…); remove the key"
             )
 
@@ -119,8 +121,8 @@ class BaseStore:
         if corpus.weights:
             if missing := [name for name in training if name not in corpus.weights]:
                 raise UserError(
-                    f"weight: {', '.join(missing)} of {self.path} has none in the corpus file; list all sources with "
-                    "their weights (files that are in the store are not read again), or give none"
+                    f"weight: {', '.join(missing)} of {self.path} has no weight in the corpus file; list all sources "
+                    f"with weights (files in the store are not read again), or set no weights"
                 )
             return {name: corpus.weights[name] for name in training}
         own = self.store.weights or {}

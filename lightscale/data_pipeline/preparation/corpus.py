@@ -64,26 +64,29 @@ class SourceConfig(Section):
     """[sources.NAME]: texts of one kind, which become one source of the store."""
 
     paths: _Texts
-    """Files, directories and patterns (*, ?, [], **) of the texts; "python:stdlib": Python's own sources."""
+    """Files, directories, URLs and patterns (*, ?, [], **) of the texts; "python:stdlib": sources of the standard
+    library.
+    """
     language: Language | None = None
-    """Whose rules filter the documents; none: no document is filtered."""
+    """Language whose rules filter the documents; none: no document is filtered."""
     weight: Positive | None = None
-    """Share of the training samples; all sources have one, and they add up to 1, or none has."""
+    """Share of the training samples; set for all sources (they add up to 1) or for none."""
     text_field: str = "text"
     """Field of objects, column of tables that holds the text; a.b is field b of field a."""
     format: str | None = None
-    """Of the files, whatever their suffixes (preparation/readers/table.py has all); none: by their suffixes."""
+    """Format of the files (preparation/readers/table.py lists all); none: detected by suffix."""
     id_field: str | None = None
-    """Field of jsonl objects and column of parquet files with an id or URL to keep; none: none is kept."""
+    """Field of jsonl objects and column of parquet files with an id or URL to store; none: no id is stored."""
     label_field: str | None = None
-    """Field of jsonl objects and column of parquet files with the class of each document; none: they have none."""
+    """Field of jsonl objects and column of parquet files with the class of each document; none: no classes."""
     suffixes: _Texts = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
-    """Ends of the names of the files that are read in directories; where a format is named, the default is its own."""
+    """Suffixes of the files to read in directories; with ``format``, the default is the suffixes of the format."""
     validation: Fraction | None = None
-    """Share of the documents to hold out; none: that of the corpus."""
+    """Share of the documents to hold out; none: ``validation`` of the corpus."""
     filters: Any = Field(default_factory=dict)
-    """A table of what differs from the language's rules, RULE = false, true or its limits; or, in their place, a
-    filter's name, or a list of names and tables FILTER = options (``filters/README.md``)."""
+    """Changes to the language's rules, a table of RULE = false, true or limits; or, in place of the rules, a filter's
+    name, or a list of names and tables FILTER = options (``filters/README.md``).
+    """
 
     @field_validator("paths")
     @classmethod
@@ -97,7 +100,7 @@ class SourceConfig(Section):
     @classmethod
     def _check_suffixes(cls, suffixes: list[str]) -> list[str]:
         if "" in suffixes:
-            raise ValueError('"" is the end of every name; name the ends of the files to read, like ".txt"')
+            raise ValueError('"" matches every file; use suffixes like ".txt"')
         return suffixes
 
     @model_validator(mode="before")
@@ -111,27 +114,30 @@ class SourceConfig(Section):
     @classmethod
     def _check_format(cls, name: str | None) -> str | None:
         if name is not None and name not in FORMATS:
-            raise ValueError(f"{shown_value(name)} is no format; there are {', '.join(FORMATS)}")
+            raise ValueError(f"{shown_value(name)} is not a format; use one of {', '.join(FORMATS)}")
         return name
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         compose(self.filters, self.language)
         if self.label_field == self.text_field:
-            raise ValueError(f"label_field = {shown_value(self.label_field)} is text_field; name the field of classes")
+            raise ValueError(
+                f"label_field = {shown_value(self.label_field)} is also text_field; use the field of the classes"
+            )
         return self
 
 
 class DuplicatesConfig(Section):
-    """[duplicates]: which documents are dropped as duplicates of an earlier one, of any source."""
+    """[duplicates]: which documents are dropped as duplicates of an earlier document of any source."""
 
     exact: bool = True
-    """Drop documents of the same text."""
+    """Drop documents with identical text."""
     near: bool = True
     """Drop documents that share most of their sequences of five tokens."""
     keep_keys: bool = True
-    """Keep in the store what finds duplicates of its documents in other files: `data add` needs it. At most 128 bytes
-    for each document."""
+    """Store the keys that find duplicates of its documents in other files; `data add` needs them. At most 128 bytes per
+    document.
+    """
 
 
 class Corpus(Section):
@@ -141,15 +147,17 @@ class Corpus(Section):
     """sentencepiece, trained on the corpus; tiktoken:ENCODING; ascii, a token for each character; or the path of a
     store or a tokenizer's file."""
     vocab_size: Ids | None = None
-    """Ids of a tokenizer that is trained here, special ones included; none: 4096."""
+    """Vocabulary size of a tokenizer trained here, special tokens included; none: 4096."""
     validation: Fraction = 0.0
     """Share of the documents to hold out as the sources NAME-validation."""
     max_document_bytes: Annotated[int, Field(ge=1, le=_MOST_DOCUMENT_BYTES)] = MAX_DOCUMENT_BYTES
-    """Longer texts are counted and skipped. Memory grows with it: about 20 bytes for each, in each process."""
+    """Maximum size of a text; longer texts are counted and skipped. Each process needs about 20 bytes of memory per
+    byte.
+    """
     classes: Annotated[list[ClassName], Field(min_length=1, max_length=MOST_CLASSES)] | None = None
     """Names of the classes in the sources' label_field, in the order of their numbers; none: those found, sorted."""
     duplicates: DuplicatesConfig = DuplicatesConfig()
-    """Which documents count as the same."""
+    """Which documents count as duplicates."""
     shard_tokens: Annotated[int, Field(ge=1, le=_MOST_SHARD_TOKENS)] = SHARD_TOKENS
     """Length of a shard file, in tokens."""
     chunk_tokens: Annotated[int, Field(ge=1, le=_MOST_CHUNK_TOKENS)] = CHUNK_TOKENS
@@ -198,14 +206,15 @@ class Corpus(Section):
             )
         if self.shard_tokens // self.chunk_tokens > _MOST_CHUNKS:
             raise ValueError(
-                f"shard_tokens = {self.shard_tokens} makes more than {_MOST_CHUNKS:_} chunks of chunk_tokens = "
-                f"{self.chunk_tokens} in a shard; use chunk_tokens = {CHUNK_TOKENS}"
+                f"shard_tokens = {self.shard_tokens} gives more than {_MOST_CHUNKS:_} chunks of chunk_tokens = "
+                f"{self.chunk_tokens} per shard; use chunk_tokens = {CHUNK_TOKENS}"
             )
         if not self.tokenizer.startswith("tiktoken:") and (fault := path_fault(self.tokenizer)):
             raise ValueError(f"tokenizer = {shown_value(self.tokenizer)}: {fault}")
         if self.vocab_size is not None and self.tokenizer != TRAINED_TOKENIZER:
             raise ValueError(
-                f'vocab_size = {self.vocab_size}: tokenizer "{self.tokenizer}" has its own; remove one of the two keys'
+                f'vocab_size = {self.vocab_size}: tokenizer "{self.tokenizer}" has a fixed vocabulary; remove one of '
+                f"the two keys"
             )
         _check_names(list(self.sources))
         _check_classes(self.classes, [name for name, source in self.sources.items() if source.label_field is not None])
@@ -254,7 +263,7 @@ def _absolute(base: Path, entry: str) -> str:
     try:
         return str(base / Path(entry).expanduser())
     except RuntimeError as error:
-        raise UserError(f"{base}: the path {shown_value(entry)} of the corpus: {error}; write the whole path") from None
+        raise UserError(f"{base}: the path {shown_value(entry)} of the corpus: {error}; write the full path") from None
 
 
 def _check_names(names: list[str]) -> None:
@@ -263,7 +272,7 @@ def _check_names(names: list[str]) -> None:
         if name.endswith(VALIDATION_SUFFIX) and name.removesuffix(VALIDATION_SUFFIX) in names:
             raise ValueError(
                 f"sources.{name}: this name is reserved for the held-out documents of "
-                f"{name.removesuffix(VALIDATION_SUFFIX)}; use another"
+                f"{name.removesuffix(VALIDATION_SUFFIX)}; use another name"
             )
 
 
@@ -271,14 +280,14 @@ def _check_classes(classes: Sequence[str] | None, labelled: Sequence[str]) -> No
     if classes is None:
         return
     if not labelled:
-        raise ValueError("classes, but no source has a label_field; name the field that holds the class in one")
+        raise ValueError("classes, but no source has a label_field; set label_field in a source")
     if wrong := [name for name in classes if not is_name(name)]:
         raise ValueError(
             f"classes: {shown_value(wrong[0])} must be a whole number, or a string of 1 to {MOST_CHARACTERS} printable "
             "characters"
         )
     if twice := [name for name, count in Counter(classes).items() if count > 1]:
-        raise ValueError(f"classes: {shown_value(twice[0])} is there twice; name each class once")
+        raise ValueError(f"classes: {shown_value(twice[0])} is listed twice; list each class once")
 
 
 def _check_weights(weights: dict[str, float | None]) -> None:
@@ -287,14 +296,14 @@ def _check_weights(weights: dict[str, float | None]) -> None:
         return
     if missing := [name for name in weights if name not in given]:
         raise ValueError(
-            f"weight: {', '.join(given)} {'has' if len(given) == 1 else 'have'} one and {', '.join(missing)} not; "
-            "set it for all sources, or for none (then every token counts the same)"
+            f"weight: {', '.join(given)} {'has' if len(given) == 1 else 'have'} a weight, {', '.join(missing)} not; "
+            f"set it for all sources or for none (every token then counts the same)"
         )
     total = math.fsum(given.values())
     if abs(total - 1) > _WEIGHT_TOLERANCE:
         shares = ", ".join(f"{name} = {weight / total:.4g}" for name, weight in given.items())
         found = " + ".join(f"{weight:g}" for weight in given.values())
-        raise ValueError(f"weight: {found} is {total:.6g}, but weights are shares that add up to 1; use {shares}")
+        raise ValueError(f"weight: {found} is {total:.6g}, but weights must add up to 1; use {shares}")
 
 
 def _explain(error: dict[str, Any], table: dict[str, Any]) -> str:
@@ -309,7 +318,7 @@ def _explain(error: dict[str, Any], table: dict[str, Any]) -> str:
         return f"{name}: {text}" if name else text
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key[-1], siblings, n=1)
-        return f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}")
+        return f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"use one of {', '.join(siblings)}")
     if value is None:
         return f"{name} is missing; it must be {expected}"
     return f"{name} = {shown_value(value)}: must be {expected}" + (", not empty" if value in ([], {}) else "")

@@ -120,8 +120,7 @@ def list_key_files(work: WorkDirectory, kind: Kind, base: BaseStore | None = Non
         num_bytes = [file.stat().st_size for file in found]
         if 0 in num_bytes:
             raise UserError(
-                f"{found[num_bytes.index(0)]}: it was merged into a file that is no longer there; "
-                "prepare with --restart"
+                f"{found[num_bytes.index(0)]}: merged into a file that no longer exists; prepare with --restart"
             )
         names = [str(file.relative_to(work.path)) for file in found]
         known_bytes = base.keys.num_keys(kind) * DTYPES[kind].itemsize if base else 0
@@ -249,7 +248,7 @@ def check_known(context: Context, item: KnownFile, advance: Advance) -> None:
     """The task of a file of keys of the store that is added to: compare it with its hash."""
     assert context.base is not None
     if fault := context.base.keys.fault(item.kind, item.number):
-        raise UserError(f"{fault}; duplicates of the store's documents could not be found")
+        raise UserError(f"{fault}; duplicates of the store's documents cannot be found")
     advance(item.num_bytes)
 
 

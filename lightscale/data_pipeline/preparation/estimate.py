@@ -242,7 +242,7 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
         rules = sum((source.dropped for source in sources.values()), Counter[str]())
         problems = [reason for source in sources.values() for reason in source.problems.counts]
         raise UserError(
-            f"no document of the sample is kept: {sum(source.files for source in sources.values())} files; "
+            f"the sample keeps no document: {sum(source.files for source in sources.values())} files; "
             f"{', '.join([*(f'{count} × {rule}' for rule, count in rules.items()), *problems]) or 'no documents'}"
         )
     encoder = _encoder(tokenizer, everything, corpus.vocab_size or DEFAULT_VOCAB_SIZE)

@@ -128,7 +128,7 @@ def _stages(name: str, source: dict[str, Any]) -> str:
             rows.append([*cells, f"{counts['tokens']:,}", _bar(counts["documents"] / first)])
     parts = [
         f"<h3>{_text(name)} <small>(language: {_text(source['language'] or 'none')})</small></h3>",
-        _table(("step", "documents left", "MB left", "tokens", "share of what was read"), rows),
+        _table(("step", "documents left", "MB left", "tokens", "share of the documents read"), rows),
     ]
     reasons = [
         [
@@ -141,7 +141,7 @@ def _stages(name: str, source: dict[str, Any]) -> str:
         for reason, drop in sorted(counts.get("dropped", {}).items(), key=lambda item: -item[1]["documents"])
     ]
     if reasons:
-        parts.append(_table(("dropped because", "documents", "MB", "share of what was read"), reasons, "lost"))
+        parts.append(_table(("dropped because", "documents", "MB", "share of the documents read"), reasons, "lost"))
     for stage, what in (("normalise", "normalising"), ("filter", "filters")):
         changes = [
             [_text(change), f"{counts['documents']:,}", f"{counts['times']:,}"]
@@ -161,7 +161,7 @@ def _lengths(name: str, lengths: list[int]) -> str:
         for index, count in enumerate(shown)
     )
     ticks = "".join(f"<div>{_power(index)}</div>" for index in range(len(shown)))
-    caption = "Documents by length in tokens, end of text included; each bar begins at the length under it."
+    caption = "Documents by length in tokens, end of text included; each bar starts at the length below it."
     chart = f'<div class="chart">{bars}</div><div class="ticks">{ticks}</div>'
     return f'<h3>{_text(name)}</h3>{chart}<p class="note">{caption}</p>'
 

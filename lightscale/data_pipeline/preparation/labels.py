@@ -25,17 +25,17 @@ def class_of(value: Any, document_id: str, *, field: str, classes: Collection[st
     """
     where = f'{document_id}: label_field = "{field}"'
     if isinstance(value, Missing):
-        raise UserError(f"{where}: the document has no such field; give it one, or leave it out of the corpus")
+        raise UserError(f"{where}: the document has no such field; add it, or remove the document from the corpus")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not is_name(str(value)):
         found = shortened(json.dumps(value, default=str), 80)
         raise UserError(
             f"{where}: the class is {found}; it must be a whole number, or a string of 1 to {MOST_CHARACTERS} "
-            "printable characters; correct the document, or leave it out of the corpus"
+            "printable characters; correct the document, or remove it from the corpus"
         )
     name = str(value)
     if classes is not None and name not in classes:
         names = shortened(", ".join(classes), 200)
-        raise UserError(f"{where}: the class {shortened(name, 80)} is none of classes = {names}; add it there")
+        raise UserError(f"{where}: the class {shortened(name, 80)} is not in classes = {names}; add it there")
     return name
 
 
@@ -54,7 +54,7 @@ def check_number(names: Collection[str], where: str) -> None:
     """``UserError`` where there are more than classes can be."""
     if len(names) > MOST_CLASSES:
         raise UserError(
-            f"{where}: label_field has more than {MOST_CLASSES:_} different values; name a field that holds classes"
+            f"{where}: label_field has more than {MOST_CLASSES:_} different values; use a field that holds classes"
         )
 
 

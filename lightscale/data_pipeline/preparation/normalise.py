@@ -20,13 +20,13 @@ CONTROL = "control character removed"
 ENORMOUS_LINE = "enormous line kept"
 
 COUNTED = {
-    BYTE_ORDER_MARK: "U+FEFF at the beginning, which some programs write before UTF-8",
-    INVALID_UTF8: "sequences of bytes that are no UTF-8, each made one U+FFFD",
-    LONE_SURROGATE: "halves of a UTF-16 pair (JSON can spell them), each made U+FFFD; whole pairs become the character",
-    LINE_END: "CR LF, CR alone and U+0085, each made one LF",
+    BYTE_ORDER_MARK: "U+FEFF at the start, which some programs write before UTF-8",
+    INVALID_UTF8: "sequences of bytes that are not UTF-8, each replaced by one U+FFFD",
+    LONE_SURROGATE: "halves of UTF-16 pairs (from JSON), each replaced by U+FFFD; whole pairs become the character",
+    LINE_END: "CR LF, single CR and U+0085, each replaced by one LF",
     NUL: "U+0000",
     CONTROL: "U+0001 to U+001F without tab, LF, form feed and CR, and U+007F to U+009F without U+0085",
-    ENORMOUS_LINE: "lines of more than 100,000 characters; they stay whole, filters drop them by their own limits",
+    ENORMOUS_LINE: "lines of more than 100,000 characters; kept whole; filters apply their own limits",
 }
 """What ``Normalised.counts`` counts, and how."""
 

@@ -209,8 +209,8 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
             # The corpus may be as it was, and the program another.
             earlier = "versions" if all(change.startswith("versions.") for change in changes) else "corpus"
             raise UserError(
-                f"{work.path}: it holds part of another store ({'; '.join(changes)}); use the earlier {earlier} to "
-                "finish that one, or --restart to discard its work"
+                f"{work.path}: it holds part of a different store ({'; '.join(changes)}); use the earlier {earlier} "
+                f"to finish that store, or --restart to discard its work"
             )
     work.new_plan.replace(work.plan)
     if tokenizer is not None and not (work.path / TOKENIZER_DIR).exists():
@@ -264,7 +264,7 @@ def _train_tokenizer(corpus: Corpus, work: WorkDirectory, plan: PreparationPlan)
         sample.merge(content["sample"])
     excerpts = [text for _, text in sample.excerpts()]
     if not excerpts:
-        raise UserError(f"no document is left to train on: {seen.description(corpus, plan)}")
+        raise UserError(f"no training document remains: {seen.description(corpus, plan)}")
     _save_tokenizer(work, train_sentencepiece(excerpts, vocab_size=corpus.vocab_size or DEFAULT_VOCAB_SIZE))
     shutil.rmtree(work.path / "samples")
 
@@ -283,9 +283,9 @@ def _require_documents(context: Context) -> None:
         description = seen.description(context.corpus, context.plan)
         context.work.remove()
         if context.base is not None:
-            known = f"; of files that {context.base.path} has already, {context.plan.num_known_files}"
-            raise UserError(f"no document is left to add: {description}{known}")
-        raise UserError(f"no document is left to train on: {description}")
+            known = f"; {context.plan.num_known_files} files are in {context.base.path} already"
+            raise UserError(f"no new document remains: {description}{known}")
+        raise UserError(f"no training document remains: {description}")
 
 
 def _finish(context: Context, out: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _LEVEL = 3
 def require_new(path: Path) -> None:
     """UserError where ``path`` cannot become the directory of removed documents."""
     if path.exists():
-        raise UserError(f"--keep-removed {path}: it exists; name a new directory")
+        raise UserError(f"--keep-removed {path}: the directory exists; use a new path")
     _zstandard()
 
 

@@ -145,7 +145,7 @@ def _list_stdlib(problems: Problems) -> Iterator[SourceFile]:
     """The sources of this Python's standard library without its tests; ids are relative to the library."""
     root = Path(sysconfig.get_path("stdlib"))
     if not root.is_dir():
-        raise UserError(f"{root}: the standard library's sources are not there; use a path instead of {STDLIB_PATH}")
+        raise UserError(f"{root}: the sources of the standard library are missing; use a path instead of {STDLIB_PATH}")
     wanted = _Wanted(suffixes=(".py",), skipped_dirs=_STDLIB_SKIPPED_DIRS, counts_others=False)
     yield from _walk(root.resolve(), "", (), wanted, problems)
 
@@ -167,7 +167,7 @@ def _walk(
         return
     identity = (status.st_dev, status.st_ino)
     if identity in parents:
-        problems.add(DIRECTORY_LOOP, f"{id_prefix}: leads back to a directory above it")
+        problems.add(DIRECTORY_LOOP, f"{id_prefix}: link to a directory above it")
         return
     entries = _of_data_set(directory, entries, wanted)
     for entry in entries:
@@ -193,8 +193,8 @@ def _of_data_set(directory: Path, entries: list[os.DirEntry[str]], wanted: _Want
     if len(splits := _splits(directory, entries, wanted)) > 1:
         example = splits.get("train") or splits.get("training") or next(iter(splits.values()))
         raise UserError(
-            f"{directory}: a data set with the splits {', '.join(splits)}; leave its kind of files out (`suffixes`), "
-            f"or name the one to train on, like {Path(glob.escape(str(directory))) / example}"
+            f"{directory}: a data set with the splits {', '.join(splits)}; exclude its files with `suffixes`, or use "
+            f"the path of one split, like {Path(glob.escape(str(directory))) / example}"
         )
     if not names >= _DATA_SET_FILES:
         return entries
@@ -202,9 +202,9 @@ def _of_data_set(directory: Path, entries: list[os.DirEntry[str]], wanted: _Want
         state = json.loads((directory / _STATE_FILE).read_bytes())
         listed = [file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory / _STATE_FILE}: not as Hugging Face's save_to_disk writes it ({error})") from error
+        raise UserError(f"{directory / _STATE_FILE}: not a file of Hugging Face's save_to_disk ({error})") from error
     if missing := [name for name in listed if name not in names]:
-        raise UserError(f"{directory}: {missing[0]} is missing, which {_STATE_FILE} lists")
+        raise UserError(f"{directory}: {missing[0]} is missing; {_STATE_FILE} lists it")
     # Others, cache-….arrow, are what was computed of the data.
     by_name = {entry.name: entry for entry in entries}
     return [by_name[name] for name in listed]

@@ -74,7 +74,7 @@ class WorkDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(f"{self.path}: {error.filename} cannot be made ({error.strerror})") from error
+            raise UserError(f"{self.path}: cannot create {error.filename} ({error.strerror})") from error
         try:
             lock_or_refuse(descriptor, self.path, held="another process is preparing this store")
             yield
@@ -114,7 +114,7 @@ class WorkDirectory:
         """``UserError`` where it has files of another origin."""
         others = [entry.name for entry in self.path.iterdir() if entry.name not in (*_OWN_NAMES, _LOCK_FILE)]
         if others := [name for name in others if not name.endswith(TEMPORARY_SUFFIX)]:
-            raise UserError(f"{self.path}: needed for work in progress, but it holds {others[0]}; move that away")
+            raise UserError(f"{self.path}: reserved for work in progress, but it contains {others[0]}; move that file")
 
     def read_state(self) -> dict[str, Any] | None:
         """What is being made here; None where nothing is yet."""
@@ -123,7 +123,7 @@ class WorkDirectory:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise UserError(f"{self.path / _STATE_FILE}: damaged ({error}); use --restart to begin again") from error
+            raise UserError(f"{self.path / _STATE_FILE}: damaged ({error}); use --restart to start again") from error
         return content
 
     def write_state(self, state: dict[str, Any]) -> None:

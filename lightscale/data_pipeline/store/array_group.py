@@ -26,7 +26,9 @@ class ArrayGroup:
         """The hashes of the shards of every array, by its name."""
         if is_checked and self.attributes.get("block_bytes") != BLOCK_BYTES:
             found = self.attributes.get("block_bytes")
-            raise UserError(f"{self.metadata_path}: block_bytes = {found!r}: this lightscale reads {BLOCK_BYTES}")
+            raise UserError(
+                f"{self.metadata_path}: block_bytes = {found!r}: this version of lightscale reads {BLOCK_BYTES}"
+            )
 
     def open(self, name: str, length: int | None = None) -> ShardedArray:
         """The array ``name``; ``UserError`` where it is damaged or not of ``length`` values."""
@@ -36,7 +38,7 @@ class ArrayGroup:
         if expected is not None and found != expected:
             raise UserError(f"{array.directory}: values of type {found}, not {expected}; the store is damaged")
         if length is not None and array.length != length:
-            raise UserError(f"{array.directory}: {array.length} values, its source says {length}")
+            raise UserError(f"{array.directory}: {array.length} values instead of {length}; the store is damaged")
         return array
 
     def block_hashes(self, name: str) -> BlockHashes:
@@ -46,7 +48,7 @@ class ArrayGroup:
         expected = [num_digits(layout.num_blocks(layout.values_in(shard, length))) for shard in range(len(digests))]
         if len(digests) != layout.num_shards(length) or [len(one) for one in digests] != expected:
             raise UserError(
-                f"{self.metadata_path}: block_hashes: those of {name} are not of {length} values; the store is damaged"
+                f"{self.metadata_path}: block_hashes of {name} do not cover {length} values; the store is damaged"
             )
         directory = self.directory / HASHES_DIR / name
         return BlockHashes(lambda shard: layout.hashes.path(directory, shard), digests)
@@ -55,7 +57,10 @@ class ArrayGroup:
         """The hashes of the files with the block hashes of the array ``name``, as many as it has shards."""
         files = self._strings(self._of_blocks(name).get("shards"), f"block_hashes of {name}")
         if len(files) != len(self.arrays[name]):
-            raise UserError(f"{self.metadata_path}: block_hashes: {len(files)} of {name}, which has other shards")
+            raise UserError(
+                f"{self.metadata_path}: block_hashes: {len(files)} hash files of {name} do not match its shards; the "
+                "store is damaged"
+            )
         return files
 
     def hashes_of_shard(self, name: str, number: int) -> ShardHashes:

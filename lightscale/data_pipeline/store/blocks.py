@@ -111,12 +111,12 @@ class BlockHashes:
                 file.seek(first * 8)
                 raw: bytes = file.read(min(GROUP_BLOCKS, num_blocks - first) * 8)
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; the block hashes of a shard are missing") from error
+            raise UserError(f"{path}: {error.strerror}; the block-hash file of a shard is missing") from error
         digits = group * _DIGEST_DIGITS
         if xxhash.xxh3_64_hexdigest(raw) != self._digests[shard][digits : digits + _DIGEST_DIGITS]:
             raise UserError(
-                f"{path}: its hashes {first} to {first + GROUP_BLOCKS} are not those that were written; "
-                "`lightscale data verify` says what else is damaged; restore the file from a copy"
+                f"{path}: its hashes {first} to {first + GROUP_BLOCKS} have changed; `lightscale data verify` lists "
+                f"all damage; restore the file from a copy"
             )
         return raw
 

@@ -64,8 +64,9 @@ class DocumentKeys:
         path = store / KEYS_DIR / _INDEX
         if not path.exists():
             raise UserError(
-                f"{store}: it keeps no keys of its documents, so duplicates of them cannot be found; prepare it again "
-                "with this lightscale, or prepare the new files apart and train on both stores (data.stores)"
+                f"{store}: it stores no keys of its documents, so their duplicates cannot be found; prepare it again "
+                f"with this version of lightscale, or prepare the new files separately and train on both stores "
+                f"(data.stores)"
             )
         self._directory = store / KEYS_DIR
         try:
@@ -98,8 +99,8 @@ class DocumentKeys:
         try:
             found = xxhash.xxh3_128_hexdigest(path.read_bytes())
         except OSError as error:
-            return f"{path}: {error.strerror}; a file of keys is missing"
-        return None if found == written else f"{path}: hash {found}, {written} when it was written; it is damaged"
+            return f"{path}: {error.strerror}; a key file is missing"
+        return None if found == written else f"{path}: hash {found} instead of {written}; the file is damaged"
 
     def between(self, kind: str, start: int, stop: int) -> NDArray[np.void]:
         """The keys of a kind with ``start`` <= high half < ``stop``, ascending."""

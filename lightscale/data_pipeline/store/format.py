@@ -134,9 +134,9 @@ def document_layout(name: str, dtype: np.dtype[Any], shard_length: int, chunk_le
     ``ValueError`` for a name or a type that a store cannot hold.
     """
     if not _DOCUMENT_ARRAY_NAME.fullmatch(name):
-        raise ValueError(f"document array {name!r}: a name is a letter, then letters, digits and '_'")
+        raise ValueError(f"document array {name!r}: a name starts with a letter, followed by letters, digits and '_'")
     if dtype.base.name not in DTYPES or len(dtype.shape) > 1:
-        raise ValueError(f"document array {name!r} of {dtype}: use one of {', '.join(DTYPES)}, or rows of it")
+        raise ValueError(f"document array {name!r} of {dtype}: use one of {', '.join(DTYPES)}, or rows of one")
     width = dtype.shape[0] if dtype.shape else None
     return ShardLayout(dtype=dtype.base.name, width=width, **_per_document(shard_length, chunk_length))
 
@@ -150,8 +150,8 @@ def check_source_name(name: str) -> None:
     """``UserError`` where ``name`` cannot be that of a source."""
     if not _SOURCE_NAME.fullmatch(name) or name in _RESERVED_NAMES:
         raise UserError(
-            f"source name {name!r}: a name is a letter or digit, then letters, digits, '_', '.' and '-'; "
-            f"{', '.join(sorted(_RESERVED_NAMES))} are reserved"
+            f"source name {name!r}: a name starts with a letter or digit, followed by letters, digits, '_', '.' and "
+            f"'-'; {', '.join(sorted(_RESERVED_NAMES))} are reserved"
         )
 
 
@@ -258,7 +258,7 @@ def read_root(path: Path) -> StoreRoot:
     ``UserError`` where there is no store, one of another version, or one that says what cannot be.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: no token store there; `lightscale data prepare` writes one")
+        raise UserError(f"{path}: no token store; `lightscale data prepare` writes one")
     metadata_path = path / "zarr.json"
     if not metadata_path.exists():
         raise UserError(f"{path}: it has no zarr.json; `lightscale data prepare` writes token stores")
@@ -268,8 +268,8 @@ def read_root(path: Path) -> StoreRoot:
     version = attributes.get("format_version")
     if not is_count(version) or not 1 <= version <= FORMAT_VERSION:
         raise UserError(
-            f"{metadata_path}: format version {version}, this lightscale reads 1 to {FORMAT_VERSION}; "
-            "prepare the store again, or use the lightscale that wrote it"
+            f"{metadata_path}: format version {version}, this version of lightscale reads 1 to {FORMAT_VERSION}; "
+            f"prepare the store again, or use the version that wrote it"
         )
     sources = _source_names(metadata_path, attributes.get("sources"))
     return StoreRoot(
@@ -288,10 +288,10 @@ def _source_names(path: Path, names: Any) -> list[str]:
         raise UserError(f"{path}: sources = {names!r}: must be a list of names; the store is damaged")
     for name in names:
         if not isinstance(name, str) or not _SOURCE_NAME.fullmatch(name) or name == TOKENIZER_DIR:
-            raise UserError(f"{path}: sources: {name!r} is no name of a source; the store is damaged")
+            raise UserError(f"{path}: sources: {name!r} is not a valid source name; the store is damaged")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{path}: sources: {twice!r} is there twice; the store is damaged")
+        raise UserError(f"{path}: sources: {twice!r} is listed twice; the store is damaged")
     return names
 
 

@@ -137,7 +137,7 @@ class Origins:
         begin = int(np.ascontiguousarray(row[0, 1:3]).view("<u8")[0])
         if file >= self._files.num_files:
             raise UserError(
-                f"{self._rows.directory}: document {document} is of file {file} of {self._files.num_files}; "
+                f"{self._rows.directory}: document {document} refers to file {file} of {self._files.num_files}; "
                 "the store is damaged"
             )
         return Origin(

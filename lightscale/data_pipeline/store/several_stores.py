@@ -45,7 +45,7 @@ class SeveralStores(TokenStore):
 
     def report(self) -> dict[str, Any]:
         """``UserError``: what preparations counted, entropies among it, does not add up."""
-        raise UserError(f"{self.title}: each of several stores has a report of its own; name one store")
+        raise UserError(f"{self.title}: each store has its own report; use one store")
 
     def _check_alike(self, name: str, store: TokenStore, first_name: str) -> None:
         if store.tokenizer.sha256 != self.tokenizer.sha256:
@@ -53,13 +53,14 @@ class SeveralStores(TokenStore):
             raise UserError(
                 f"data.stores.{name} = {store.path} was written with another tokenizer ({other.name}, "
                 f"{other.vocab_size} tokens, {other.sha256[:8]}) than data.stores.{first_name} = {self.path} "
-                f"({one.name}, {one.vocab_size} tokens, {one.sha256[:8]}); prepare all with the same one"
+                f"({one.name}, {one.vocab_size} tokens, {one.sha256[:8]}); prepare all with the same tokenizer"
             )
         for array, names in store.classes.items():
             if (before := self.classes.get(array, names)) != names:
                 raise UserError(
-                    f"data.stores.{name} = {store.path}: number {_first_other(before, names)} of {array} is another "
-                    "class there than in the stores before; prepare all with the same `classes` in their corpus files"
+                    f"data.stores.{name} = {store.path}: number {_first_other(before, names)} of {array} is a "
+                    f"different class than in the stores before; prepare all with the same `classes` in their corpus "
+                    f"files"
                 )
 
 
@@ -78,8 +79,8 @@ def _check_different(stores: Mapping[str, TokenStore]) -> None:
         same = seen.setdefault(store.fingerprint(), name)
         if same != name:
             raise UserError(
-                f"data.stores.{name} = {store.path} holds the same as data.stores.{same} = {stores[same].path}; name "
-                "it once, with a larger weight"
+                f"data.stores.{name} = {store.path} has the same content as data.stores.{same} = {stores[same].path}; "
+                f"list it once, with a larger weight"
             )
 
 

@@ -213,7 +213,7 @@ class ShardedArray:
             try:
                 raw = mmap.mmap(file.descriptor, num_values * self.layout.value_bytes, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
-                raise UserError(f"{self._path(shard)}: cannot be mapped ({error}); {self._remedy}") from error
+                raise UserError(f"{self._path(shard)}: cannot map the file ({error}); {self._remedy}") from error
             file.mapped = np.frombuffer(raw, dtype=self._dtype)
         return file.mapped
 
@@ -281,7 +281,7 @@ class ShardedArray:
         expected = self.layout.padded_bytes(num_values) + self.layout.index_bytes
         if status.st_size != expected:
             raise UserError(
-                f"{self._path(shard)}: {status.st_size} bytes instead of {expected}; it was changed while in use; "
+                f"{self._path(shard)}: {status.st_size} bytes instead of {expected}; it changed while in use; "
                 f"{self._remedy}"
             )
         flags = bytearray(self.layout.num_blocks(num_values))
@@ -292,14 +292,14 @@ class ShardedArray:
         first, stop = block_range(self.layout, self.length, shard, block)
         return (
             f"{self._path(shard)}: source {self.directory.parent.name}, shard {shard}, block {block} "
-            f"({self.directory.name} {first:,} to {stop - 1:,}) is not what was prepared; {self._remedy}"
+            f"({self.directory.name} {first:,} to {stop - 1:,}) has changed since preparation; {self._remedy}"
         )
 
     @property
     def _remedy(self) -> str:
         store = self.directory.parent.parent
         return (
-            f"`lightscale data verify {store}` names all damaged blocks; restore the file from a copy, or prepare the "
+            f"`lightscale data verify {store}` lists all damaged blocks; restore the file from a copy, or prepare the "
             "corpus again"
         )
 
@@ -308,7 +308,7 @@ class ShardedArray:
         count = os.preadv(file.descriptor, [out], position)
         while count < len(out):  # hardly ever: Linux reads at most 2 GiB at once
             if not count:
-                raise UserError(f"{self._path(shard)}: it ends at byte {position}; it was truncated while in use")
+                raise UserError(f"{self._path(shard)}: ends at byte {position}; the file was truncated while in use")
             position, out = position + count, out[count:]
             count = os.preadv(file.descriptor, [out], position)
 
@@ -335,4 +335,4 @@ class ShardedArray:
         path, num_values = self._path(shard), self.layout.values_in(shard, self.length)
         values_bytes = self.layout.padded_bytes(num_values)
         if os.pread(file.descriptor, self.layout.index_bytes, values_bytes) != self.layout.index(num_values):
-            raise UserError(f"{path}: its index does not list the chunks in order; the store is damaged")
+            raise UserError(f"{path}: the index does not list the chunks in order; the store is damaged")

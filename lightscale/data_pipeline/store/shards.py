@@ -67,7 +67,7 @@ class ShardLayout:
                 "use a multiple"
             )
         if self.width is not None and not 1 <= self.width * np.dtype(self.dtype).itemsize <= _MAX_VALUE_BYTES:
-            raise ValueError(f"{self.width} numbers in a value; use 1 to {_MAX_VALUE_BYTES} bytes of them")
+            raise ValueError(f"{self.width} numbers per value; use 1 to {_MAX_VALUE_BYTES} bytes per value")
 
     @property
     def number_dtype(self) -> np.dtype[Any]:
@@ -330,14 +330,14 @@ def read_metadata(path: Path) -> tuple[int, ShardLayout]:
         values = {"name": "bytes"} if dtype == "uint8" else _LITTLE_ENDIAN
         if form != _FORM or dtype not in DTYPES or configuration["codecs"] != [values]:
             raise UserError(
-                f"{path}: not an array of uncompressed shards of {', '.join(DTYPES)}; "
-                "lightscale reads the stores that `lightscale data prepare` writes"
+                f"{path}: not an array of uncompressed shards of {', '.join(DTYPES)}; use a store of `lightscale data "
+                "prepare`"
             )
         length, *row = _sizes(path, "shape", metadata["shape"])
         shard_length, *shard_row = _sizes(path, "chunk_shape", metadata["chunk_grid"]["configuration"]["chunk_shape"])
         chunk_length, *chunk_row = _sizes(path, "chunk_shape", configuration["chunk_shape"])
         if len(row) > 1 or not row == shard_row == chunk_row:
-            raise UserError(f"{path}: shape {metadata['shape']}; rows must be whole in every zarr chunk")
+            raise UserError(f"{path}: shape {metadata['shape']}; every zarr chunk must hold whole rows")
         layout = ShardLayout(
             dtype=dtype, shard_length=shard_length, chunk_length=chunk_length, width=row[0] if row else None
         )
@@ -347,8 +347,8 @@ def read_metadata(path: Path) -> tuple[int, ShardLayout]:
         raise UserError(f"{path}: damaged metadata ({error!r})") from error
     if layout.num_chunks > _MAX_CHUNKS or layout.shard_length * layout.value_bytes > _MAX_SHARD_BYTES:
         raise UserError(
-            f"{path}: chunk_shape says {shard_length} values in a shard and {chunk_length} in a zarr chunk; "
-            f"a shard has at most {_MAX_SHARD_BYTES} bytes and {_MAX_CHUNKS} zarr chunks"
+            f"{path}: chunk_shape gives {shard_length} values per shard and {chunk_length} per zarr chunk; a shard "
+            f"has at most {_MAX_SHARD_BYTES} bytes and {_MAX_CHUNKS} zarr chunks"
         )
     return length, layout
 
@@ -377,5 +377,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); the store is damaged") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: a JSON object was expected; the store is damaged")
+        raise UserError(f"{path}: not a JSON object; the store is damaged")
     return content

@@ -106,7 +106,7 @@ class SourceWriter:
         if given.keys() != self._document_arrays:
             raise ValueError(f"documents {sorted(given)}: the source has {sorted(self._document_arrays)}")
         if loss_mask is not None and LOSS_MASK not in self._waiting:
-            raise ValueError("loss_mask: the source has none; make it with has_loss_mask")
+            raise ValueError("loss_mask: the source has no loss mask; create the source with has_loss_mask")
         self._waiting["tokens"] += (self._eot, ids)
         if LOSS_MASK in self._waiting:
             mask = _checked_mask(loss_mask, len(ids))
@@ -143,7 +143,7 @@ class SourceWriter:
         for name, waiting in self._waiting.items():
             values = np.concatenate(waiting)
             if name == "tokens":
-                assert values.max() < self._vocab_size, "a token id is beyond the tokenizer's vocabulary"
+                assert values.max() < self._vocab_size, "a token id is outside the tokenizer's vocabulary"
             self._writers[name].append(values)
             waiting.clear()
         self._num_waiting = 0
@@ -163,7 +163,7 @@ def _checked_mask(loss_mask: ArrayLike | None, length: int) -> NDArray[np.uint8]
         return np.ones(length, dtype=np.uint8)
     mask = np.asarray(loss_mask)
     if mask.shape != (length,) or not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"loss_mask of shape {mask.shape}: must be {length} values of 0 and 1, one for each token")
+        raise ValueError(f"loss_mask of shape {mask.shape}: must be {length} values of 0 and 1, one per token")
     return mask.astype(np.uint8)
 
 
@@ -197,7 +197,7 @@ class StoreWriter:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir()
         except OSError as error:
-            raise UserError(f"{self.path}: {error.filename} cannot be made ({error.strerror})") from error
+            raise UserError(f"{self.path}: cannot create {error.filename} ({error.strerror})") from error
         return self
 
     def __exit__(
@@ -208,7 +208,7 @@ class StoreWriter:
         shutil.rmtree(self._temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             raise UserError(
-                f"{self.path}: cannot write the store ({error.strerror}); what was written is removed"
+                f"{self.path}: cannot write the store ({error.strerror}); the partial store is removed"
             ) from error
 
     def source(
@@ -227,7 +227,7 @@ class StoreWriter:
         """
         check_source_name(name)
         if name in self._sources:
-            raise UserError(f"source name {name!r}: it is in the store already; use another name")
+            raise UserError(f"source name {name!r}: the name is in use; use another name")
         self._sources[name] = SourceWriter(
             self._temporary / name,
             self._tokenizer,
@@ -242,7 +242,7 @@ class StoreWriter:
         """Complete everything, bring it to the disk, name it. ``report`` becomes ``report.json``."""
         written = {name: source for name, source in self._sources.items() if source.num_documents}
         if not written:
-            raise UserError(f"{self.path}: no document to write; the corpus is empty")
+            raise UserError(f"{self.path}: no document to write: the corpus is empty")
         for source in written.values():
             source.finish()
         write_root(self._temporary, self._tokenizer, sorted(written), report, classes=self._classes)
@@ -318,7 +318,7 @@ class TokenSource:
         """
         if array not in self._documents:
             names = ", ".join(self._documents) or "none"
-            raise UserError(f"source {self.name}: no array {array!r} of its documents; it has {names}")
+            raise UserError(f"source {self.name}: no document array {array!r}; it has {names}")
         return self._documents[array].read(first, last)
 
     def origin(self, document: int) -> Origin | None:
@@ -370,7 +370,9 @@ def _check_content_hash(group: ArrayGroup, written: str) -> None:
     except (KeyError, ValueError) as error:
         raise UserError(f"{group.metadata_path}: damaged attributes (shard_hashes: {error!r})") from error
     if found != written:
-        raise UserError(f"{group.metadata_path}: content_hash {written} is not that of its shard_hashes")
+        raise UserError(
+            f"{group.metadata_path}: content_hash {written} does not match its shard_hashes; the store is damaged"
+        )
 
 
 class TokenStore:
@@ -419,7 +421,7 @@ class TokenStore:
     def source(self, name: str) -> TokenSource:
         """The source called ``name``; ``UserError`` with the names there are."""
         if name not in self.sources:
-            raise UserError(f"{self.title}: no source {name!r}; it has {', '.join(self.sources)}")
+            raise UserError(f"{self.title}: no source {name!r}; use one of {', '.join(self.sources)}")
         return self.sources[name]
 
     def class_name(self, array: str, number: int) -> str:

@@ -51,7 +51,7 @@ def upgrade_store(path: Path, progress: Progress, *, out: Path | None = None) ->
     faults = verify_store(path, progress).faults
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise UserError(f"{path}: not whole, so it stays as it is: {faults[0]}{more}; prepare it again")
+        raise UserError(f"{path}: the store is damaged and does not change: {faults[0]}{more}; prepare it again")
     try:
         if out is None:
             with _locked(path):
@@ -60,8 +60,8 @@ def upgrade_store(path: Path, progress: Progress, *, out: Path | None = None) ->
             _upgrade_copy(path, out, progress)
     except OSError as error:
         full = error.errno in DISK_FULL_ERRNOS
-        remedy = "free some space" if full else "use --out PATH for an upgraded copy in another place"
-        raise UserError(f"{out or path}: cannot be written ({error.strerror}); {remedy}") from error
+        remedy = "free some space" if full else "use --out PATH to write an upgraded copy elsewhere"
+        raise UserError(f"{out or path}: cannot write ({error.strerror}); {remedy}") from error
     return True
 
 
@@ -114,7 +114,7 @@ def _upgrade_source(directory: Path, meter: ProgressMeter) -> None:
                 file = layout.path(directory / name, shard)
                 found, blocks = hash_shard(file, layout, layout.values_in(shard, length), meter.advance)
                 if found != expected:
-                    raise UserError(f"{file}: it changed while the store was upgraded; the store stays as it is")
+                    raise UserError(f"{file}: the file changed during the upgrade; the store does not change")
                 target = layout.hashes.path(temporary / name, shard)
                 hashes[name].append(write_block_hashes(target, layout, blocks, shard_hash=found))
             write_metadata(temporary / name, layout.hashes, layout.num_hashes(length))

@@ -130,7 +130,7 @@ def _group_faults(
                 yield from fault
             yield from _shard_faults(shard, written, expected, verification, meter)
     for file in sorted(set(_shard_files(directory)) - known):
-        yield f"{file}: not a shard of this store"
+        yield f"{file}: does not belong to a shard of this store"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +156,14 @@ def _block_hashes(
     try:
         raw = file.read_bytes()
     except OSError as error:
-        return [f"{file}: {error.strerror}; the block hashes of a shard are missing"], None
+        return [f"{file}: {error.strerror}; the block-hash file of a shard is missing"], None
     _count(len(raw), verification, meter)
     verification.num_shards += 1
     if (found := xxhash.xxh3_128_hexdigest(raw)) != written:
-        return [f"{file}: content hash {found}, {written} when it was written; the block hashes are damaged"], None
+        return [f"{file}: content hash {found} instead of {written}; the block hashes are damaged"], None
     num_blocks = shard.layout.num_blocks(shard.num_values)
     if len(raw) < num_blocks * 8:
-        return [f"{file}: {len(raw)} bytes, which are no hashes of {num_blocks} blocks; the store is damaged"], None
+        return [f"{file}: {len(raw)} bytes do not hold the hashes of {num_blocks} blocks; the store is damaged"], None
     return [], np.frombuffer(raw, dtype="<u8", count=num_blocks)
 
 
@@ -194,10 +194,10 @@ def _shard_faults(
     if found != written:
         damage = "the shard is damaged"
         if differing is not None:
-            damage += f": {_named(shard, differing)}" if differing else " behind its values, which are whole"
-        yield f"{shard.file}: content hash {found}, {written} when it was written; {damage}"
+            damage += f": {_named(shard, differing)}" if differing else " after its values; all values are intact"
+        yield f"{shard.file}: content hash {found} instead of {written}; {damage}"
     elif differing:
-        yield f"{shard.file}: {_named(shard, differing)}: not what the hashes of blocks say"
+        yield f"{shard.file}: {_named(shard, differing)}: does not match the block hashes"
 
 
 def _named(shard: _Shard, blocks: list[int]) -> str:
@@ -231,7 +231,10 @@ def _value_faults(source: TokenSource, directory: Path, tokenizer: TokenizerIden
         starts = np.concatenate([[begin], ends[:-1]])
         if len(wrong := np.flatnonzero(ends <= starts)):
             at = int(wrong[0])
-            yield f"{directory / 'doc_ends'}: document {first + at} ends at {ends[at]}, the one before at {starts[at]}"
+            yield (
+                f"{directory / 'doc_ends'}: document {first + at} ends at {ends[at]}, the previous document at "
+                f"{starts[at]}"
+            )
             return
         begin = int(ends[-1])
     for first in range(0, source.num_tokens, _READ_VALUES):
@@ -239,10 +242,12 @@ def _value_faults(source: TokenSource, directory: Path, tokenizer: TokenizerIden
         tokens = source.read(first, last)
         if len(wrong := np.flatnonzero(tokens >= tokenizer.vocab_size)):
             at = int(wrong[0])
-            yield f"{directory / 'tokens'}: token {first + at} is {tokens[at]}, ids end at {tokenizer.vocab_size - 1}"
+            yield (
+                f"{directory / 'tokens'}: token {first + at} is {tokens[at]}, the last id is {tokenizer.vocab_size - 1}"
+            )
         starts = source.document_starts(first, last)
         found = np.flatnonzero(tokens == tokenizer.eot_id) + first
         if not np.array_equal(found, starts[starts >= first]):
             token = np.setxor1d(found, starts[starts >= first])[0]
-            yield f"{directory / 'tokens'}: token {token} begins a document or is end of text, but not both"
+            yield f"{directory / 'tokens'}: token {token} is a document start or end of text, but not both"
             return

@@ -75,8 +75,8 @@ class CheckedTokenizer:
     def notes(self) -> list[str]:
         """What a report says of the fast encoder, one line; the same however the work was cut."""
         if self._fault:
-            return [f"{self._encoder} is off, {self._reference.name} encodes: {self._fault}"]
-        return [f"{self._encoder} encodes; a sample of every batch agreed with {self._reference.name}"]
+            return [f"{self._encoder} is disabled, {self._reference.name} encodes: {self._fault}"]
+        return [f"{self._encoder} encodes; a sample of every batch matched {self._reference.name}"]
 
     def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``; never by the fast encoder."""
@@ -92,7 +92,7 @@ class CheckedTokenizer:
             self._switch_off(f"it failed ({error!r})")
             return self._reference.encode_batch(texts)
         if len(encoded) != len(texts):
-            self._switch_off(f"it gave {len(encoded)} results for {len(texts)} documents")
+            self._switch_off(f"it returned {len(encoded)} results for {len(texts)} documents")
             return self._reference.encode_batch(texts)
         # A sample and not all, which would cost what the fast encoder saves. Every batch has one, because a fault may
         # depend on what the encoder met before.

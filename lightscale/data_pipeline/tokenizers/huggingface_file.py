@@ -45,8 +45,8 @@ class HuggingFaceTokenizer:
         self._end_of_text = end_of_text or next((name for name in _ENDS_OF_TEXT if name in special), "")
         if self._end_of_text not in special:
             raise UserError(
-                f"{origin}: no special token {end_of_text or ' or '.join(_ENDS_OF_TEXT)} to begin documents with; "
-                f"it has {', '.join(special) or 'none'}"
+                f"{origin}: no special token {end_of_text or ' or '.join(_ENDS_OF_TEXT)} to start documents; special "
+                f"tokens: {', '.join(special) or 'none'}"
             )
         self.eot_id = special[self._end_of_text]
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
@@ -83,8 +83,8 @@ class HuggingFaceTokenizer:
         for spelling in special:
             if not self._is_text[self.encode(f"a{spelling} {spelling}b")].all():
                 raise UserError(
-                    f"{origin}: a text that spells {spelling} becomes that special token, so documents could forge "
-                    "boundaries; choose a byte-level tokenizer"
+                    f"{origin}: a text that spells {spelling} encodes to that special token, so documents could forge "
+                    "boundaries; use a byte-level tokenizer"
                 )
 
     def _require_lossless(self, origin: str) -> None:
@@ -126,12 +126,12 @@ def _parse(file: bytes, origin: str) -> tuple[Any, dict[str, int]]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{origin}: not a tokenizer file of Hugging Face ({shortened(repr(error))})") from error
+        raise UserError(f"{origin}: not a Hugging Face tokenizer file ({shortened(repr(error))})") from error
     if wrong := [token for token in special if tokenizer.token_to_id(token) != special[token]]:
         raise UserError(
             f"{origin}: the special token {shortened(wrong[0])!r} has the id {special[wrong[0]]}, but the package "
-            f"tokenizers gives it {tokenizer.token_to_id(wrong[0])}; added tokens come in the order of their ids, "
-            "behind those of the model"
+            f"tokenizers gives it {tokenizer.token_to_id(wrong[0])}; list added tokens in the order of their ids, "
+            "after the tokens of the model"
         )
     tokenizer.encode_special_tokens = True  # means: their spelling is text like any other
     tokenizer.no_truncation()

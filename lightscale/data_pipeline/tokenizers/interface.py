@@ -1,4 +1,4 @@
-"""What every tokenizer is, and what their files share."""
+"""Interface of all tokenizers, and the common parts of their files."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ PROBES = (
 
 
 class Tokenizer(Protocol):
-    """What a store, the trainer and generation need of a tokenizer."""
+    """Tokenizer interface for stores, training and generation."""
 
     name: str
     """For messages: ``sentencepiece``, ``huggingface`` or the name of tiktoken's encoding."""
@@ -43,20 +43,20 @@ class Tokenizer(Protocol):
     """Identity: the hash of everything that decides which ids a text becomes."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, valid Unicode, without special ones."""
+        """Ids of ``text`` (valid Unicode), without special ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """``encode`` of each of ``texts``, (n,) each."""
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """The text of ``ids``. Special ids decode to nothing, a character cut in two to U+FFFD."""
+        """Text of ``ids``. Special ids decode to nothing, incomplete characters to U+FFFD."""
 
     def save(self, directory: Path) -> None:
-        """Write what ``load_tokenizer`` needs, byte for byte the same for the same tokenizer."""
+        """Write the files for ``load_tokenizer``; the same tokenizer always gives the same bytes."""
 
 
 def write_description(directory: Path, tokenizer: Tokenizer, rules: dict[str, Any]) -> None:
-    """Write what ``load_tokenizer`` reads first: what every tokenizer has, and ``rules`` with its kind."""
+    """Write the description that ``load_tokenizer`` reads first: common facts, and ``rules`` with its kind."""
     description = {
         "name": tokenizer.name,
         "sha256": tokenizer.sha256,
@@ -83,15 +83,15 @@ def check_ids(ids: Iterable[tuple[object, object]], *, origin: str) -> None:
             )
         if tokens.setdefault(number, token) != token:
             raise UserError(
-                f"{origin}: the tokens {_shown(tokens[number])} and {_shown(token)} both have the id {number}; "
-                "every token has its own"
+                f"{origin}: the tokens {_shown(tokens[number])} and {_shown(token)} both have the id {number}; every "
+                "token needs its own id"
             )
     if not tokens:
         raise UserError(f"{origin}: the vocabulary has no tokens")
     if (unused := max(tokens) + 1 - len(tokens)) > _MOST_UNUSED:
         raise UserError(
             f"{origin}: the largest id is {max(tokens)}, of {_shown(tokens[max(tokens)])}, but there are "
-            f"{len(tokens)} tokens: {unused} ids are unused; ids must be contiguous, but for {_MOST_UNUSED}"
+            f"{len(tokens)} tokens: {unused} ids are unused; use at most {_MOST_UNUSED}"
         )
 
 
@@ -103,9 +103,9 @@ def _shown(value: object) -> str:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a tokenizer's file; ``UserError`` if it cannot be read."""
+    """Content of a tokenizer file; ``UserError`` if it cannot be read."""
     try:
         # Links are followed: model hubs keep the files of a tokenizer as links into their cache.
         return read_regular(path, what="a file of a tokenizer", most_bytes=_MOST_BYTES, follow_links=True)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; a tokenizer was expected there") from error
+        raise UserError(f"{path}: {error.strerror}; expected a tokenizer file") from error

@@ -40,7 +40,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"{directory}: damaged tokenizer files ({shortened(repr(error))})") from error
     if tokenizer.sha256 != sha256:
         raise UserError(
-            f"{directory}: the files have sha256 {tokenizer.sha256}, {DESCRIPTION_FILE} says {sha256}; "
-            "they were changed after the store was written"
+            f"{directory}: the files have sha256 {tokenizer.sha256}, {DESCRIPTION_FILE} has {sha256}; the files "
+            "changed after the store was written"
         )
     return tokenizer

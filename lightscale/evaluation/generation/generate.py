@@ -186,7 +186,7 @@ def _timings(one: Continuation, started_s: float) -> Record:
 def _summary(one: Continuation, started_s: float) -> str:
     """For people."""
     if not one.ids:
-        return "the model ended the text at once"
+        return "the model ended the text immediately"
     count = f"{len(one.ids)} token{'' if len(one.ids) == 1 else 's'} in {one.times_s[-1] - started_s:.2f} s"
     speed = _tokens_per_s(one.times_s)
     return count if speed is None else f"{count} ({speed:.0f} tokens/s after the prompt)"

@@ -133,7 +133,7 @@ def _check(where: str, record: Mapping[str, Any]) -> None:
         if name not in _KEYS:
             near = difflib.get_close_matches(name, _KEYS, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"{where}: {shortened(name)}: no such key; {hint}A line may have {', '.join(_KEYS)}")
+            raise UserError(f"{where}: {shortened(name)}: no such key; {hint}use {', '.join(_KEYS)}")
         if not _KEYS[name].fits(value):
             raise UserError(f"{where}: {name} = {shortened(repr(value), 80)}: must be {_KEYS[name].what}")
     if "prompt" not in record:

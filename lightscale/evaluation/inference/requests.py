@@ -145,7 +145,7 @@ class Encoder:
         together = self.document(context + continuation)
         if len(together) <= len(before):
             raise UserError(
-                f"a continuation must have at least one token; {shortened(repr(continuation), 60)} behind "
+                f"a continuation must have at least one token; {shortened(repr(continuation), 60)} after "
                 f"{shortened(repr(context), 60)} has none"
             )
         return LogLikelihood(context=together[: len(before)], continuation=together[len(before) :])

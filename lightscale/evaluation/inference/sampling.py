@@ -57,7 +57,7 @@ class Chooser:
 def choose(logits: Tensor, choosers: Sequence[Chooser]) -> list[int]:
     """The next token of each document from its ``logits`` (b, vocab_size). UserError where they are no numbers."""
     if not bool(logits.amax(dim=-1).isfinite().all()):
-        raise UserError("the model's logits are NaN or infinite: its weights are; use an earlier checkpoint, RUN@STEP")
+        raise UserError("the model's weights contain NaN or infinity; use an earlier checkpoint (RUN@STEP)")
     tokens = [0] * len(choosers)
     for settings in dict.fromkeys(chooser.settings for chooser in choosers):
         rows = [row for row, chooser in enumerate(choosers) if chooser.settings == settings]

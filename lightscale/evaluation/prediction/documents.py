@@ -71,8 +71,8 @@ def read_documents(
     for document in found:
         if most_tokens is not None and len(document.ids) > most_tokens:
             raise UserError(
-                f"{path}:{document.line}: {len(document.ids):,} tokens, more than the {most_tokens:,} of the longest "
-                f"sequence of training; use a shorter text, or --context {len(document.ids)} to feed it all the same"
+                f"{path}:{document.line}: {len(document.ids):,} tokens exceed the {most_tokens:,} of the longest "
+                f"training sequence; use a shorter text, or --context {len(document.ids)} to predict anyway"
             )
     return found
 
@@ -84,17 +84,19 @@ def _documents(
         where, text = f"{path}:{number}", record.get(text_field)
         if not isinstance(text, str):
             names = ", ".join(map(repr, list(record)[:8])) or "nothing"
-            raise UserError(f'{where}: no text in the field "{text_field}"; it has {names}; --text-field names another')
+            raise UserError(
+                f'{where}: no text in the field "{text_field}"; it has {names}; set another field with --text-field'
+            )
         if not text.strip():
-            raise UserError(f"{where}: the text is empty; leave the line out")
+            raise UserError(f"{where}: the text is empty; remove the line")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"{where}: not valid UTF-8 at character {error.start}") from error
         if masks is not None and masks.text not in text:
             raise UserError(
-                f"{where}: no mask in the text; write {masks.text} for each token that is to be predicted (--mask TEXT "
-                "names another spelling, --embed asks for a vector of the document instead)"
+                f"{where}: no mask in the text; write {masks.text} for each token to predict (--mask TEXT sets "
+                "another spelling; --embed computes a vector of the document instead)"
             )
         ids = Encoder(tokenizer).document(text) if masks is None else with_masks(tokenizer, text, masks)
         yield TextDocument(line=number, id=record.get("id"), text=text, ids=ids)

@@ -48,7 +48,7 @@ def class_names(chosen: ChosenRun) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError, NotRegular) as error:
-        raise UserError(f"{path}: damaged ({error}); remove it to have the classes by their numbers") from error
+        raise UserError(f"{path}: damaged ({error}); remove it to show class numbers") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{path}: not a list of names; remove it to have the classes by their numbers")
+        raise UserError(f"{path}: not a list of names; remove it to show class numbers")
     return names

@@ -74,7 +74,7 @@ class Lambada(Task):
         """Of the scores."""
         return {
             "perplexity": "exp of the mean over passages of -log probability of the whole last word",
-            "accuracy": "share of passages whose last word is, token by token, the most probable one",
+            "accuracy": "share of passages whose last word is the most probable one, token by token",
         }
 
 

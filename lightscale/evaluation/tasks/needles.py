@@ -50,60 +50,60 @@ class NeedlesSettings(TaskSettings):
     paths: list[str] = Field(min_length=1)
     """The haystack: text, jsonl and parquet files, relative to the task file; begun again where it is too short."""
     text_field: str = "text"
-    """Of jsonl objects; column of parquet files."""
+    """Text field of jsonl objects, text column of parquet files."""
     mode: Mode = "easy"
-    """What stands in the haystack: easy, question and answer; standard, the answer only."""
+    """Text in the haystack: easy, question and answer; standard, only the answer."""
     lengths: list[_Length] = Field(default=[int(length) for length in np.linspace(1000, 16000, 35)], min_length=1)
-    """Tokens of a prompt and the room for its answer, which may take twice those of the right one."""
+    """Tokens of a prompt including room for an answer twice as long as the right one."""
     depths: _Count = 35
-    """Places of the needle at each length, evenly from the beginning of the haystack to its end."""
+    """Number of needle positions at each length, evenly spaced from the start to the end of the haystack."""
     placement: Literal["relative", "absolute"] = "relative"
     """relative: depths are shares of each length; absolute: of the longest, so that needles stand where they stand at
     every length, and what is behind them is run once for all lengths. Short prompts have fewer depths then."""
     samples: _Count = 1
     """Needles for each length and depth."""
     seed: int = 0
-    """Decides keys, values and distractors."""
+    """Random seed of keys, values and distractors."""
     question: str = "\n\nQuestion: What are the secret words of {key}?\nAnswer:"
     """Asked at the end of a prompt, and before the needle in easy mode."""
     answer: str = " The secret words of {key} are {value}."
     """The needle; a prompt ends with what is before {value}."""
     keys: list[str] = Field(default=list(KEYS), min_length=1)
-    """What values are found by; one for each needle."""
+    """Keys of the values; one per needle."""
     words: list[str] = Field(default=list(WORDS), min_length=2)
-    """What values are made of."""
+    """Words that values are composed of."""
     answer_words: _Count = 3
-    """Words of a value."""
+    """Number of words in a value."""
     distractors: _Count = 9
     """Other values, whose log-likelihoods are compared with that of the right one."""
     generate: bool = False
-    """Whether text is generated and searched for the value; else exact and word_recall are of greedy decoding, known
+    """Whether text is generated and searched for the value; else exact and word_recall are in greedy decoding, known
     from log-likelihoods. Slower: nothing is shared by what is generated."""
     grade: Literal["word_recall", "exact", "first"] = "word_recall"
-    """What a cell of the paper's scores and of the picture is."""
+    """Score in each cell of the paper's scores and of the picture."""
     depth_ratio: _Ratio = 1.01
-    """αd of the paper: a depth weighs so much more than the one before."""
+    """αd of the paper: weight ratio of consecutive depths."""
     length_ratio: _Ratio = 1.01
-    """αc of the paper: a length weighs so much more than the one before."""
+    """αc of the paper: weight ratio of consecutive lengths."""
     success: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The grade from which on a cell succeeds, for the NIAH score."""
+    """Minimum grade of a successful cell, for the NIAH score."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if sorted(set(self.lengths)) != self.lengths:
-            raise ValueError(f"lengths = {self.lengths}: must rise")
+            raise ValueError(f"lengths = {self.lengths}: use ascending lengths")
         if self.answer.count("{value}") != 1 or "{key}" not in self.answer.partition("{value}")[0]:
-            raise ValueError(f"answer = {self.answer!r}: must have {{key}} and then {{value}}, once")
+            raise ValueError(f"answer = {self.answer!r}: must contain {{key}} and then {{value}}, once each")
         if not self.wording.asked().strip():
-            raise ValueError("question and answer: nothing is asked before {value}")
+            raise ValueError("question and answer: no text before {value}")
         for name in ("keys", "words"):
             given = getattr(self, name)
             if len(set(given)) != len(given) or any(len(one.split()) != 1 for one in given):
-                raise ValueError(f"{name}: must be single words, each once")
+                raise ValueError(f"{name}: use single words, each once")
         if len(self.words) < self.answer_words + self.distractors:
             raise ValueError(
-                f"words: {len(self.words)} of them are too few for answer_words = {self.answer_words} and "
-                f"distractors = {self.distractors}; needs at least their sum"
+                f"words: {len(self.words)} words are too few for answer_words = {self.answer_words} and "
+                f"distractors = {self.distractors}; use at least their sum"
             )
         return self
 
@@ -166,8 +166,8 @@ class Needles(Task):
         reserve = 1 + longest_answer + max(needle.num_tokens for needle in needles.values())
         if settings.lengths[0] <= reserve:
             raise UserError(
-                f"{self.name}: lengths has {settings.lengths[0]}, but needle, question and answer alone take {reserve} "
-                "tokens; use longer ones"
+                f"{self.name}: lengths has {settings.lengths[0]}, but needle, question and answer alone take "
+                f"{reserve} tokens; use longer lengths"
             )
         rooms = [length - reserve for length in settings.lengths]
         requests: list[Request] = []
@@ -286,8 +286,8 @@ class Needles(Task):
     def definitions(self) -> dict[str, str]:
         """Of the scores."""
         settings = self.settings
-        by = "in the text that the model writes" if settings.generate else "of greedy decoding"
-        order = "whatever their order" if settings.generate else "each behind the right words before it"
+        by = "in the generated text" if settings.generate else "in greedy decoding"
+        order = "in any order" if settings.generate else "each after the right words before it"
         return {
             "accuracy": f"mean of {settings.grade} over lengths and depths",
             "weighted_accuracy": "Σ w·grade / Σ w with w = depth_ratio^i · length_ratio^j",
@@ -296,8 +296,8 @@ class Needles(Task):
             "exact": f"share of prompts with the whole value, {by}",
             "word_recall": f"share of the words of the value, {by}, {order}",
             "first": f"share of prompts whose value is more probable than all {settings.distractors} distractors",
-            "rank": f"mean place of the value among it and {settings.distractors} distractors by log-likelihood: 1 is "
-            f"best, {(settings.distractors + 2) / 2} is by chance",
+            "rank": f"mean rank of the value among itself and {settings.distractors} distractors by log-likelihood: 1 "
+            f"is best, {(settings.distractors + 2) / 2} is chance level",
         }
 
 

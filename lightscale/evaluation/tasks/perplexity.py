@@ -27,7 +27,7 @@ from lightscale.evaluation.texts import check_store, find_files, read_file
 _Tokens = Annotated[int, Field(ge=1, le=2**31)]
 
 DEFINITIONS = {
-    "word_perplexity": "exp(nats / words); words are what white space separates in the text as it was found",
+    "word_perplexity": "exp(nats / words); words are separated by white space in the original text",
     "token_perplexity": "exp(nats / tokens of the run's tokenizer): not comparable between tokenizers",
     "byte_perplexity": "exp(nats / bytes of the text in UTF-8)",
     "bits_per_byte": "nats / (bytes ln 2)",
@@ -42,26 +42,26 @@ class PerplexitySettings(TaskSettings):
     paths: list[str] = Field(default=[])
     """Files and patterns, relative to the task file: text (one document each), .jsonl, .jsonl.gz, .parquet."""
     text_field: str = "text"
-    """Of jsonl objects; column of parquet files."""
+    """Text field of jsonl objects, text column of parquet files."""
     store: Path | None = Field(default=None, strict=False)
     """A token store, relative to the task file, prepared with the run's tokenizer."""
     source: str | None = None
-    """Of the store, like "wiki-validation"."""
+    """Source of the store, such as "wiki-validation"."""
     window: _Tokens | None = None
-    """Tokens fed at once, each window by itself; none: one pass over each document, of any length (stateful)."""
+    """Tokens per window, each evaluated separately; none: one pass over each document of any length (stateful)."""
     stride: _Tokens | None = None
-    """Tokens by which windows follow one another, of which only so many are scored; none: the window."""
+    """Tokens between the starts of consecutive windows, and scored per window; none: the window."""
     lengths: list[_Tokens] = Field(default=[])
-    """Also the perplexity in windows of these lengths, of the documents that are as long, beyond training's too."""
+    """Also compute the perplexity in windows of these lengths, over documents that are long enough."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if bool(self.paths) == (self.store is not None):
-            raise ValueError("either paths or store must say where the texts are, and not both")
+            raise ValueError("set either paths or store, not both")
         if (self.store is None) != (self.source is None):
-            raise ValueError("store and source go together: source is the name of one in the store")
+            raise ValueError("set store and source together: source is the name of a source in the store")
         if self.stride is not None and (self.window is None or self.stride > self.window):
-            raise ValueError(f"stride = {self.stride}: needs a window, and is at most as long")
+            raise ValueError(f"stride = {self.stride}: set window, and a stride of at most window")
         if sorted(set(self.lengths)) != self.lengths:
             raise ValueError(f"lengths = {self.lengths}: must rise")
         return self
@@ -108,7 +108,7 @@ class Perplexity(Task):
             if settings.limit is not None and len(self._texts) == settings.limit:
                 break
         if not self._texts:
-            raise UserError(f"{self.name}: no text with a token in it; there is nothing to measure")
+            raise UserError(f"{self.name}: the texts have no token")
         self._asked = [(None, number) for number in range(len(self._texts))]
         requests: list[Request] = [
             RollingLogLikelihood(ids=text.ids, window=settings.window, stride=settings.stride) for text in self._texts

@@ -82,18 +82,18 @@ class ScrollsSettings(TaskSettings):
     path: str = "scrolls"
     """Folder with a folder for each data set, relative to the task file."""
     data_sets: list[str] = Field(default=list(DATA_SETS), min_length=1)
-    """Those that are asked."""
+    """Data sets to evaluate."""
     context: PositiveInt = 8192
-    """Tokens of a question and its answer; a longer text is cut at its end."""
+    """Tokens of a question and its answer; longer texts are truncated at the end."""
 
     @field_validator("data_sets")
     @classmethod
     def _known(cls, names: list[str]) -> list[str]:
         for name in names:
             if name not in DATA_SETS:
-                raise ValueError(f"data_sets: {name!r} is none of {', '.join(DATA_SETS)}")
+                raise ValueError(f"data_sets: {name!r} is not one of {', '.join(DATA_SETS)}")
         if len(set(names)) < len(names):
-            raise ValueError(f"data_sets = {names} names one twice")
+            raise ValueError(f"data_sets = {names} lists a data set twice")
         return names
 
 
@@ -124,19 +124,19 @@ class Scrolls(Task):
         for name in self.settings.data_sets:
             if (longest := DATA_SETS[name].max_tokens) >= self.settings.context:
                 raise UserError(
-                    f"{self.name}: context = {self.settings.context}: an answer of {name} alone may have {longest} "
-                    "tokens; use more, or leave it out of data_sets"
+                    f"{self.name}: context = {self.settings.context}: an answer of {name} alone can have {longest} "
+                    "tokens; use a longer context, or remove it from data_sets"
                 )
             if DATA_SETS[name].metric is rouge and importlib.util.find_spec("rouge_score") is None:
                 raise UserError(
-                    f"{self.name}: {name} is judged by the package rouge-score, which is not installed; "
-                    "pip install 'lightscale[eval]', or leave it out of data_sets"
+                    f"{self.name}: {name} needs the package rouge-score, which is not installed; pip install "
+                    "'lightscale[eval]', or remove it from data_sets"
                 )
             try:
                 find_files([self._file(name)], self.folder)
             except UserError as error:
                 raise UserError(
-                    f"{error}, and nothing is downloaded: unpack {name}.zip of the data set `tau/scrolls` there"
+                    f"{error}; lightscale downloads nothing: unpack {name}.zip of the data set `tau/scrolls` there"
                 ) from None
 
     def requests(self, encoder: Encoder) -> Sequence[Request]:

@@ -69,12 +69,12 @@ class WikiText(Perplexity):
         whole = "".join(document[self.settings.text_field if len(document) > 1 else "text"] for document in documents)
         if "<unk>" in whole:
             raise UserError(
-                f"{path}: has <unk> in it: this is not the raw set, and its perplexity could be compared with nothing; "
-                "use the raw one"
+                f"{path}: contains <unk>: this is not the raw set, and its perplexity is not comparable; use the raw "
+                "set"
             )
         pages = split_pages(whole)
         if not pages:
-            raise UserError(f"{path}: no page begins in it: no line is like ' = Title = '; the file may be damaged")
+            raise UserError(f"{path}: no page found: no line like ' = Title = '; the file may be damaged")
         for page in pages:
             yield detokenized(page) if self.settings.detokenize else page, page
 

@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(_table(rows))
     if any(one.part.origin is None for one in shown):
-        console.print("documents without a file are of a store that does not say where they came from (format 1)")
+        console.print("documents without a file are from a store without origins (format 1)")
     elif any(row["line"] is None and row["first_byte"] is not None for row in rows):
-        console.print(f"lines are counted in the files below --files DIR (now {args.files}); bytes are said for all")
+        console.print(f"line numbers need the files below --files DIR (now {args.files}); bytes are shown for all")
     return 0
 
 
@@ -69,11 +69,11 @@ def _before(run: Path, step: int) -> tuple[ChosenRun, str]:
     """The newest checkpoint before the step, or else the oldest; and what is to be said of it."""
     chosen = choose_run(run, overrides=["train.device=auto"], any_task=True)
     if not 1 <= step <= chosen.config.total_steps:
-        raise UserError(f"--spike {step}: {run} has the steps 1 … {chosen.config.total_steps}")
+        raise UserError(f"--spike {step}: {run} has steps 1 to {chosen.config.total_steps}")
     names = list_checkpoints(chosen.directory.checkpoints)
     before = [name.step for name in names if name.step < step]
     nearest = max(before) if before else names[0].step
-    note = "" if nearest == step - 1 else f", the nearest kept (there are {steps_of(names)})"
+    note = "" if nearest == step - 1 else f", the nearest stored checkpoint (steps {steps_of(names)})"
     return choose_run(run, step=nearest, overrides=["train.device=auto"], any_task=True), note
 
 
@@ -86,13 +86,13 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     console = plain_console()
     if not spikes:
-        console.print(f"{args.run}: no step was skipped, and none is far above the median of those before")
+        console.print(f"{args.run}: no skipped step, and no loss far above the median of earlier steps")
         return 0
     table = Table("step", "loss", "median before", "skipped, because")
     for spike in spikes:
         table.add_row(str(spike.step), _number(spike.loss), _number(spike.usual), Text(spike.skipped or "no"))
     console.print(table)
-    console.print(f"lightscale data trace {args.run} --spike {spikes[0].step}    names the documents of one")
+    console.print(f"lightscale data trace {args.run} --spike {spikes[0].step} lists the documents of one")
     return 0
 
 
@@ -106,7 +106,7 @@ def _recorded(run: Path, step: int) -> dict[str, Any] | None:
 
 def _said(recorded: dict[str, Any] | None) -> str:
     if recorded is None:
-        return "in the records the step is no spike"
+        return "the records show no spike at this step"
     return f"recorded loss {_number(recorded['loss'])}" + (
         f", skipped: {recorded['skipped']}" if recorded["skipped"] else ""
     )

@@ -182,9 +182,9 @@ class _Llama(_Known):
         window = self.sliding_window if self._has_window() else None
         if window is not None and window < self.max_position_embeddings:
             raise UserError(
-                f"{path}: sliding_window = {window} hides tokens of texts up to max_position_embeddings = "
-                f"{self.max_position_embeddings}, and only attention to the whole text is computed; for texts no "
-                f"longer than the window, write max_position_embeddings = {window}"
+                f"{path}: sliding_window = {window} is below max_position_embeddings = "
+                f"{self.max_position_embeddings}, and lightscale computes only full attention; for texts up to the "
+                f"window, set max_position_embeddings = {window}"
             )
         heads = self.num_key_value_heads or self.num_attention_heads
         width = self.head_dim or self.hidden_size // self.num_attention_heads
@@ -407,7 +407,7 @@ def read_config(path: Path) -> tuple[Shape, int]:
         )
     else:
         kinds = "lightscale, llama, mistral and qwen2"
-        raise UserError(f"{path}: model_type = {shown(repr(kind))}; those that can be read are {kinds}")
+        raise UserError(f"{path}: model_type = {shown(repr(kind))}; use {kinds}")
     _check_heads(shape, path)
     return shape, known.max_position_embeddings
 
@@ -415,14 +415,16 @@ def read_config(path: Path) -> tuple[Shape, int]:
 def _form(name: str, table: dict[str, Any], own: _Lightscale, path: Path) -> MixerForm:
     """UserError for a mixer that the model does not have, and for what is none of its options."""
     if name not in FORMS or name not in own.mixers:
-        raise UserError(f"{path}: forms.{shown(name)}: the model's mixers are {', '.join(dict.fromkeys(own.mixers))}")
+        raise UserError(
+            f"{path}: forms.{shown(name)} is not one of the model's mixers, {', '.join(dict.fromkeys(own.mixers))}"
+        )
     usual = {field.name: field.default for field in fields(FORMS[name])}
     options = mixer_options_type(name)
     assert options is not None, name
     for key, value in table.items():
         if key not in usual or (key not in options.model_fields and value != usual[key]):
             known = ", ".join(key for key in usual if key in options.model_fields)
-            raise UserError(f"{path}: forms.{name}.{shown(key)} = {shown(repr(value))}; those that are known: {known}")
+            raise UserError(f"{path}: forms.{name}.{shown(key)} = {shown(repr(value))}; use {known}")
     # Whether they go together with what stands elsewhere.
     elsewhere = {"gate_rank": own.gate_ranks.get(name), "causal": own.lightnet_causal}
     values = {key: value for key, value in (table | elsewhere).items() if key in options.model_fields}
@@ -432,16 +434,16 @@ def _form(name: str, table: dict[str, Any], own: _Lightscale, path: Path) -> Mix
 def _check_encodings(shape: Shape, path: Path) -> None:
     """UserError for encodings behind the embedding that no layer asks for."""
     if shape.toeplitz != ToeplitzForm() and not shape.encodes():
-        raise UserError(f"{path}: toeplitz describes an encoding that none of its mixers asks for")
+        raise UserError(f"{path}: toeplitz describes an encoding that no mixer of the model uses")
     if shape.learned_positions and not {*RELATION_MIXERS} & {*shape.mixers}:
-        raise UserError(f"{path}: learned_positions, which none of its mixers asks for")
+        raise UserError(f"{path}: no mixer of the model uses learned_positions")
 
 
 def _predicted(own: _Lightscale, path: Path) -> dict[str, Any]:
     tasks = {name: task for task, (name, _) in _CLASSES.items()}
     (name,) = own.architectures
     if name not in tasks:
-        raise UserError(f"{path}: architectures = {shown(repr([name]))}; those of lightscale are {', '.join(tasks)}")
+        raise UserError(f"{path}: architectures = {shown(repr([name]))}; use one of {', '.join(tasks)}")
     if tasks[name] != "classify":
         return {"task": tasks[name]}
     # transformers leaves out what it takes for granted: two classes without names.
@@ -455,7 +457,9 @@ def _check_lion(shape: Shape, path: Path) -> None:
         raise UserError(f"{path}: lion describes {', '.join(shape.lion) or 'nothing'}, mixers has {', '.join(mixers)}")
     for name, lion in shape.lion.items():
         if lion.vector_decay and (name != "lion-s" or lion.input_gate):
-            raise UserError(f"{path}: lion.{name}.vector_decay = true: only lion-s has it, with input_gate = false")
+            raise UserError(
+                f"{path}: lion.{name}.vector_decay = true: only lion-s supports it, with input_gate = false"
+            )
     if shape.task == "causal" and shape.reads_both_ways():
         raise UserError(f"{path}: a model of the next token, {_CLASSES['causal'][0]}, with layers that read it")
 
@@ -470,7 +474,7 @@ def _check_heads(shape: Shape, path: Path) -> None:
     width = attention.head_dim or shape.hidden_size // heads
     turned = "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope"
     if ("llama" in shape.mixers or turned) and width % 2:
-        raise UserError(f"{path}: heads of {width} channels, which rotary positions turn in pairs; an even number")
+        raise UserError(f"{path}: heads of {width} channels; rotary positions need an even number")
 
 
 def _shape(known: _Known, **more: Any) -> Shape:

@@ -124,7 +124,7 @@ def open_shard(path: Path) -> BufferedReader:
     try:
         return open_regular(path, what="a file of tensors", follow_links=True)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; the directory is not whole") from None
+        raise UserError(f"{path}: {error.strerror}; the directory is incomplete") from None
 
 
 def read_shards(directory: Path) -> dict[str, list[Entry]]:
@@ -139,7 +139,9 @@ def read_shards(directory: Path) -> dict[str, list[Entry]]:
     places = {_name(entry): name for name, entries in found.items() for entry in entries}
     if sum(map(len, found.values())) != len(places) or places != index:
         wrong = next(iter(sorted(places.items() ^ index.items())), ("a tensor", ""))[0]
-        raise UserError(f"{directory / INDEX}: {shown(wrong)} is not once in the file that it names; copy it again")
+        raise UserError(
+            f"{directory / INDEX}: {shown(wrong)} must occur once in the file listed for it; copy the directory again"
+        )
     return found
 
 
@@ -152,11 +154,13 @@ def _read_index(path: Path) -> dict[str, str]:
         content = parse_object(file.read(), path)
     index = content.get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
-        raise UserError(f"{path}: has no weight_map, the file of each tensor")
+        raise UserError(f"{path}: no weight_map (the file of each tensor)")
     for name in index.values():
         # In the directory itself, whatever somebody wrote there.
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{path}: names the file {shown(name)}; those of tensors are NAME.safetensors beside it")
+            raise UserError(
+                f"{path}: lists the file {shown(name)}; tensor files must be NAME.safetensors in the same directory"
+            )
     return index
 
 
@@ -165,22 +169,22 @@ def _read_header(path: Path) -> list[Entry]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(read_bytes(file, _LENGTH_BYTES, path), "little")
         if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-            raise DamagedCheckpoint(f"{path}: a header of {length} bytes in a file of {size}; it is not whole")
+            raise DamagedCheckpoint(f"{path}: a header of {length} bytes in a file of {size}; copy the file again")
         header = parse_object(read_bytes(file, length, path), path)
     header.pop("__metadata__", None)
     first, end, entries = _LENGTH_BYTES + length, 0, []
     for name, value in header.items():
         if isinstance(value, dict) and value.get("dtype") not in DTYPES:
             kinds = ", ".join(DTYPES)
-            raise UserError(
-                f"{path}: {shown(name)} has numbers of {shown(str(value.get('dtype')))}; only {kinds} are read"
-            )
+            raise UserError(f"{path}: {shown(name)} has dtype {shown(str(value.get('dtype')))}; use {kinds}")
         place = checked(Place, value, path, name)
         shape, (start, stop) = tuple(place.shape), place.data_offsets
         box = Box(key=f"{WEIGHTS_PREFIX}{name}", shape=shape, offset=(0,) * len(shape), sizes=shape)
         entry = Entry(box=box, dtype=place.dtype, first_byte=first + start)
         if stop - start != entry.num_bytes:
-            raise DamagedCheckpoint(f"{path}: {shown(name)} has {entry.num_bytes} bytes, and its place {stop - start}")
+            raise DamagedCheckpoint(
+                f"{path}: {shown(name)} has {entry.num_bytes} bytes, and its offsets give {stop - start}"
+            )
         entries.append(entry)
     # Without gaps and overlaps: every byte is of one tensor.
     for entry in sorted(entries, key=lambda entry: entry.first_byte):
@@ -190,5 +194,5 @@ def _read_header(path: Path) -> list[Entry]:
             )
         end += entry.num_bytes
     if first + end != size:
-        raise DamagedCheckpoint(f"{path}: expected {first + end} bytes, found {size}; it is not whole")
+        raise DamagedCheckpoint(f"{path}: expected {first + end} bytes, found {size}; copy the file again")
     return entries

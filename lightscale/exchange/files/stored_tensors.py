@@ -92,7 +92,7 @@ class StoredTensors:
         """
         keys = {rows.key for rows in expected.values()}
         if different := sorted(keys ^ self._boxes.keys()):
-            where = "missing" if different[0] in keys else "there, but not in the model of its configuration"
+            where = "missing" if different[0] in keys else "in the file, but not in the model of its configuration"
             raise UserError(f"{self.directory} is of another model: {different[0]} is {where}")
         for name, rows in expected.items():
             whole = self._boxes[rows.key][0][1].box.shape
@@ -142,7 +142,7 @@ def _copy(file: BufferedReader, entry: Entry, target: TensorShard) -> int:
     buffer = data.reshape(-1).view(torch.uint8).numpy().data
     file.seek(entry.first_byte + (first - source.offset[0]) * row_bytes)
     if file.readinto(buffer) != len(buffer):
-        raise UserError(f"{file.name}: it became shorter while it was read")
+        raise UserError(f"{file.name}: truncated while it was read")
     if whole:
         return data.numel()
     part = Box(key=wanted.key, shape=wanted.shape, offset=(first, *source.offset[1:]), sizes=sizes)

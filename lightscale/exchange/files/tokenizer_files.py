@@ -97,7 +97,7 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
         return content
     if isinstance(tokenizer, AsciiTokenizer):
         return _of_ascii(tokenizer)
-    raise UserError(f"a tokenizer of the kind {type(tokenizer).__name__} cannot be exported")
+    raise UserError(f"tokenizers of type {type(tokenizer).__name__} cannot be exported")
 
 
 def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
@@ -108,8 +108,7 @@ def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     if sorted(vocabulary.values()) != list(range(end)) or min(special.values()) < end:
         # Added tokens come behind those of the model, in the order of their ids: gaps between them are filled.
         raise UserError(
-            f"tokenizer {tokenizer.name}: its ranks are not 0 to {end - 1} with all special tokens behind them, which "
-            "tokenizer.json cannot say"
+            f"tokenizer {tokenizer.name}: tokenizer.json needs ranks 0 to {end - 1}, followed by all special tokens"
         )
     by_id = {number: token for token, number in special.items()}
     added = [(number, by_id.get(number, f"<|unused_{number}|>")) for number in range(end, max(by_id) + 1)]
@@ -169,7 +168,7 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     form: Any = vars(sentencepiece_model)["ModelProto"]
     model, kinds = form.FromString(tokenizer.model), form.SentencePiece
     if model.trainer_spec.model_type != model.trainer_spec.BPE:
-        raise UserError("the tokenizer is a sentencepiece model of another type than BPE, which alone can be exported")
+        raise UserError("the tokenizer is not a BPE model of sentencepiece; only BPE models can be exported")
     vocabulary: dict[str, int] = {}
     added, merged = [], []
     for number, entry in enumerate(model.pieces):
@@ -261,7 +260,7 @@ def _check(tokenizer: Tokenizer, content: str) -> None:
         exported = package.Tokenizer.from_str(content)
     except Exception as error:
         raise UserError(
-            f"the tokenizer {tokenizer.name} cannot be exported: the package tokenizers does not read it "
+            f"the tokenizer {tokenizer.name} cannot be exported: the package tokenizers cannot read it "
             f"({shortened(str(error))})"
         ) from error
     exported.encode_special_tokens = True
@@ -269,12 +268,12 @@ def _check(tokenizer: Tokenizer, content: str) -> None:
         expected = tokenizer.encode(text)
         if (found := exported.encode(text, add_special_tokens=False).ids) != expected:
             raise UserError(
-                f"the tokenizer {tokenizer.name} cannot be exported: {shortened(repr(text), 80)} becomes the ids "
+                f"the tokenizer {tokenizer.name} cannot be exported: {shortened(repr(text), 80)} encodes to "
                 f"{shortened(str(found), 80)} in tokenizer.json and {shortened(str(expected), 80)} in training"
             )
         if exported.decode(expected, skip_special_tokens=False) != tokenizer.decode(expected):
             raise UserError(
-                f"the tokenizer {tokenizer.name} cannot be exported: {shortened(repr(text), 80)} is decoded otherwise"
+                f"the tokenizer {tokenizer.name} cannot be exported: {shortened(repr(text), 80)} is decoded differently"
             )
 
 

@@ -112,9 +112,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
     UserError where one of its mixers, or something else that its options say, has no plain form.
     """
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
-        raise UserError(
-            f"model.mixer: {unknown[0]} has no plain form to load or export; those that do are {', '.join(MIXER_NAMES)}"
-        )
+        raise UserError(f"model.mixer: {unknown[0]} cannot be loaded or exported; use one of {', '.join(MIXER_NAMES)}")
     _require_known(model)
     ranks, attention, scalar_decay = {}, Attention(), ScalarDecay()
     lion, lightnet_causal, forms = dict[str, Lion](), True, dict[str, MixerForm]()
@@ -181,8 +179,7 @@ def _require_known(model: ModelConfig) -> None:
             # The standard deviations draw initial weights.
             if key not in known and not key.endswith("_std") and (value := getattr(values, key)) != field.default:
                 raise UserError(
-                    f"{table}.{key} = {toml_value(value)} has no plain form to load or export; it has "
-                    f"{toml_value(field.default)} alone"
+                    f"{table}.{key} = {toml_value(value)} cannot be loaded or exported; use {toml_value(field.default)}"
                 )
 
 

@@ -34,9 +34,7 @@ State = dict[str, Tensor]
 def refuse_state(mixer: nn.Module, state: State | None) -> None:
     """ValueError where a mixer that reads whole rows is to read on from a state, which it cannot have."""
     if state is not None:
-        raise ValueError(
-            f"{type(mixer).__name__} reads whole rows, before and behind: it takes no state and gives none"
-        )
+        raise ValueError(f"{type(mixer).__name__} reads whole rows in both directions and has no state")
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
@@ -298,9 +296,9 @@ class LightNetMixer(GatedOutputMixer):
         full = form.full_rank_gate
         super().__init__(hidden_size, num_heads, form=form, gate_rank=gate_rank, full_rank_gate=full, eps=eps)
         if not causal and not form.decay:
-            raise ValueError("without decay LightNet sums up to each token: causal must be true")
+            raise ValueError("LightNet without decay sums over earlier tokens: set causal to true")
         if not (form.shared_decay or (causal and form.decay)):
-            raise ValueError("a decay with weights of its own is one up to each token: causal and decay must be true")
+            raise ValueError("separate decay weights need a causal decay: set causal and decay to true")
         self.causal = causal
         learned = nn.Parameter(wavelengths(num_heads, self.head_dim).float()) if form.learned_angles else None
         self.register_parameter("theta", learned)

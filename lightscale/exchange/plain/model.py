@@ -176,7 +176,7 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
         return LION_MIXERS[name](*sizes, lion=shape.lion.get(name), eps=eps)
     if name in RELATION_MIXERS:
         return RELATION_MIXERS[name](shape.hidden_size, form=form)
-    raise ValueError(f"no mixer is called {name!r}; known: {', '.join(MIXER_NAMES)}")
+    raise ValueError(f"unknown mixer {name!r}; use one of {', '.join(MIXER_NAMES)}")
 
 
 class Block(nn.Module):
@@ -366,4 +366,4 @@ def model_of(shape: Shape) -> PlainModel:
             return MaskedModel(shape)
         case "classify":
             return Classifier(shape)
-    raise ValueError(f"no task is called {shape.task!r}; known: causal, masked, classify")
+    raise ValueError(f"unknown task {shape.task!r}; use causal, masked or classify")

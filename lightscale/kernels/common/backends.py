@@ -152,7 +152,7 @@ def _choose(operator: Operator, able: tuple[Backend, ...], x: Tensor, requested:
                 return backend.name
         raise UserError(f"{what} has no back-end for {x.dtype} on {x.device}; known here: {_names(known)}")
     if wanted not in [backend.name for backend in known]:
-        raise UserError(f"{what} has no backend {wanted!r}; known here: {_names(known)}")
+        raise UserError(f"{what} has no backend {wanted!r}; use {_names(known)}")
     if wanted == "triton":
         _check_triton(x, what)
     return wanted
@@ -185,9 +185,9 @@ def _check_triton(x: Tensor, what: str) -> None:
     if not HAS_TRITON:
         raise UserError(f"{what}: backend 'triton' needs the package triton; use 'auto' or 'chunked'")
     if x.dtype not in _TRITON_DTYPES:
-        raise UserError(f"{what}: backend 'triton' computes fp16, bf16 and fp32, not {x.dtype}; use 'chunked'")
+        raise UserError(f"{what}: backend 'triton' supports fp16, bf16 and fp32, not {x.dtype}; use 'chunked'")
     if not x.is_cuda and not _interpreting():
         raise UserError(
             f"{what}: backend 'triton' needs a GPU, but the inputs are on {x.device}; use 'auto' or 'chunked' "
-            "(the environment variable TRITON_INTERPRET=1 interprets it, very slowly)"
+            "(the environment variable TRITON_INTERPRET=1 runs it in the interpreter, very slowly)"
         )

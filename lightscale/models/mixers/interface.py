@@ -1,4 +1,4 @@
-"""What every token mixer is: the one interface that a new architecture implements."""
+"""Interface of all token mixers; a new architecture implements only this."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class Mixer(MegatronModule, ABC):
 
     Tokens see those of their document up to themselves, or all of it, as its ``MixerEntry`` declares. Heads are split
     over the tensor ranks, tokens over the sequence ranks. A mixer declares its parameters with initializers
-    (``parallel.initialization``), takes states from the context and leaves them there. What can be said of it without
-    building it, the shapes of its parameters among it, stands in its ``MixerSpec``.
+    (``parallel.initialization``), takes states from the context and leaves them there. Facts that need no built mixer,
+    such as the shapes of its parameters, are in its ``MixerSpec``.
 
     Args:
         config: the model's Megatron configuration.
@@ -56,10 +56,10 @@ class Mixer(MegatronModule, ABC):
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
 
     def with_room(self, state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
-        """``state`` such that its rows take ``tokens`` more in without being copied; for states that grow.
+        """``state`` with room for ``tokens`` more tokens per row without copying; for states that grow.
 
         Args:
-            state: of rows whose documents end together, at the last token that was seen.
+            state: state of rows whose documents all end at the last token read.
             lengths: tokens of the document of each row.
             tokens: may become more; room is then made again.
         """

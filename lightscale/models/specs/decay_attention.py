@@ -21,21 +21,23 @@ class DecayAttentionOptions(LowRankGateOptions):
     decay: Literal["sigmoid", "softplus", "learned", "fixed", "none"] = "sigmoid"
     """Per head and token, from the input: sigmoid (LION-S), softplus (Mamba-2); per head: learned, fixed (RetNet's)."""
     initial_decay: Fraction = 0.5
-    """What decays by sigmoid are at first, between 0 and 1; 0.5 as in the code of LION's authors."""
+    """Initial value of sigmoid decays, between 0 and 1; 0.5 in the code of LION's authors."""
     input_gate: bool = False
-    """Keys are multiplied by what their token writes: 1 - decay (sigmoid, Gated RFA), the step (softplus, Mamba-2)."""
+    """Multiply keys by the input gate of their token: 1 - decay (sigmoid, Gated RFA), the step (softplus, Mamba-2)."""
     feature_map: Literal["elu", "shifted_silu", "silu", "none"] = "shifted_silu"
-    """What queries and keys become: elu(x) + 1; (silu(x) + 1/2) over its 2-norm, LION's silu; silu(x); themselves."""
+    """Feature map of queries and keys: elu(x) + 1; (silu(x) + 1/2) over its 2-norm (LION's silu); silu(x); identity."""
     scale: bool = True
-    """Outputs are divided by the sum of their scores."""
+    """Divide outputs by the sum of their scores."""
     eps: PositiveOrZero = 1e-6
     """Added to that sum."""
     positions: Literal["none", "rope", "lrpe"] = "none"
-    """In queries and keys: rope, rotations by fixed angles, as in RetNet; lrpe, learned ones, twice as wide a state."""
+    """Positions in queries and keys: rope, fixed angles, as in RetNet; lrpe, learned angles, with a state twice as
+    wide.
+    """
     short_convolution: Annotated[int, Field(ge=0, le=64)] = 0
-    """Tokens that a convolution before queries, keys and values sees, with silu behind it; 0: none. Mamba-2 has 4."""
+    """Width in tokens of the convolution before queries, keys and values, followed by silu; 0: none. Mamba-2 uses 4."""
     output: Literal["plain", "norm", "gated"] = "plain"
-    """In front of the output projection: nothing, an RMS norm over all heads, or that and a low-rank gate."""
+    """Before the output projection: nothing, an RMS norm over all heads, or norm and a low-rank gate."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -55,9 +57,9 @@ class DecayAttentionOptions(LowRankGateOptions):
                 '"softplus", or input_gate = false'
             )
         if self.initial_decay == 0:
-            raise ValueError("initial_decay = 0.0: a decay is a sigmoid, which is never 0; use 0.5, or more than 0")
+            raise ValueError("initial_decay = 0.0: a sigmoid is never 0; use 0.5, or a value above 0")
         if self.short_convolution == 1:
-            raise ValueError("short_convolution = 1 sees the token alone; use 2 or more, or 0 for none")
+            raise ValueError("short_convolution = 1 covers only the token itself; use at least 2, or 0 for none")
         if self.gate_rank is not None and self.output != "gated":
             raise ValueError(f'gate_rank = {self.gate_rank} needs output = "gated", not "{self.output}"')
         return self
@@ -75,7 +77,7 @@ def check_decay_attention(model: ModelConfig) -> None:
     positions = decay_attention_options(model, model.layers.index(_NAME)).positions
     if positions == "rope" and model.head_dim % 2:
         raise UserError(
-            f'model.mixer_options.{_NAME}.positions = "rope" turns channels in pairs, but model.hidden_size = '
+            f'model.mixer_options.{_NAME}.positions = "rope" rotates channels in pairs, but model.hidden_size = '
             f"{model.hidden_size} and model.num_heads = {model.num_heads} give heads of {model.head_dim}; use an even "
             f'number, such as model.hidden_size = {(model.head_dim + 1) * model.num_heads}, or positions = "lrpe"'
         )

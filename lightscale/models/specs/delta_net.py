@@ -20,22 +20,22 @@ class DeltaNetOptions(Section):
     """The options of every mixer of the delta rule; the defaults are DeltaNet's."""
 
     key_head_dim: Width | None = None
-    """Width of a head of queries and keys, of which there are model.num_heads; none: head_dim."""
+    """Width of the model.num_heads heads of queries and keys; none: head_dim."""
     num_value_heads: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Heads of values, decays and states, a multiple of model.num_heads, which they share out; none: as many."""
+    """Heads of values, decays and states, a multiple of model.num_heads; none: model.num_heads."""
     value_head_dim: Width | None = None
     """Width of a head of values; none: head_dim."""
     negative_eigenvalues: bool = False
-    """β up to 2, which lets a state change its sign (arXiv 2411.12537), as in OLMo-Hybrid; false: up to 1."""
+    """Allow β up to 2, so a state can change its sign (arXiv 2411.12537), as in OLMo-Hybrid; false: up to 1."""
     short_convolution: Annotated[int, Field(ge=0, le=64)] = 4
-    """Tokens that a convolution before queries, keys and values sees; 0: none. SiLU follows either."""
+    """Width in tokens of the convolution before queries, keys and values; 0: none. SiLU follows in both cases."""
     output_norm_eps: Positive = 1e-5
     """Added to the mean square in the norm of each head's output."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.short_convolution == 1:
-            raise ValueError("short_convolution = 1 sees the token alone; use 2 or more, or 0 for none")
+            raise ValueError("short_convolution = 1 covers only the token itself; use at least 2, or 0 for none")
         return self
 
 
@@ -52,7 +52,7 @@ class DeltaNetSpec(MixerSpec):
     operator = "delta_rule"
     decay: ClassVar[Literal["none", "head", "channel"]] = "none"
     gate: ClassVar[Literal["none", "silu", "sigmoid"]] = "none"
-    """Activation of what multiplies the normalised output."""
+    """Activation of the output gate."""
     whole_on_tensor_ranks = frozenset({"output_norm.weight"})
 
     @classmethod
@@ -240,7 +240,7 @@ def check_delta_net(model: ModelConfig) -> None:
             continue
         if options.num_value_heads % model.num_heads:
             raise UserError(
-                f"model.mixer_options.{name}.num_value_heads = {options.num_value_heads} is no multiple of "
+                f"model.mixer_options.{name}.num_value_heads = {options.num_value_heads} is not a multiple of "
                 f"model.num_heads = {model.num_heads}; use {near_multiple(options.num_value_heads, model.num_heads)}"
             )
 

@@ -44,7 +44,7 @@ class GatedMixerSpec(MixerSpec):
 def gated_options(model: ModelConfig, layer: int) -> GatedMixerOptions:
     """Those of layer ``layer`` (from 0), whose mixer is a ``GatedMixer``."""
     options = model.layer_options(layer)
-    assert isinstance(options, GatedMixerOptions), f"the options of {model.layers[layer]} are no gated mixer's"
+    assert isinstance(options, GatedMixerOptions), f"{model.layers[layer]} is not a gated mixer"
     return options
 
 

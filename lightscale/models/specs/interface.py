@@ -1,4 +1,4 @@
-"""What is known of a mixer, and of a shared part, before it is built: parameters, operations, what it exchanges.
+"""Facts about a mixer or shared part before it is built: parameters, operations, exchanged values.
 
 Imports neither torch nor Megatron: ``lightscale plan`` counts from this alone, and the modules that are built read
 their shapes and names here. A spec is a class of static methods; nothing is kept in it.
@@ -62,7 +62,7 @@ class PartSpec(ABC):
 
     @staticmethod  # noqa: B027 - most parts fit every model
     def check(model: ModelConfig) -> None:
-        """UserError for a model that cannot have the part; naming key, value and what to use instead."""
+        """Raise ``UserError`` for a model that cannot have the part, with key, value and remedy."""
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig) -> float:
@@ -71,12 +71,12 @@ class PartSpec(ABC):
 
     @staticmethod
     def exchange_values(model: ModelConfig) -> PartExchange | None:
-        """What the part exchanges with other sequence ranks; None: it has no state."""
+        """Values that the part exchanges with other sequence ranks; None: it has no state."""
         return None
 
     @classmethod
     def prefix(cls) -> str:
-        """What stands before the names of the part's parameters in the model, the dot included."""
+        """Prefix of the names of the part's parameters in the model, including the dot."""
         return f"{cls.name}."
 
 
@@ -116,12 +116,12 @@ class MixerSpec(ABC):
 
     @classmethod
     def layer_operator(cls, model: ModelConfig, layer: int) -> str:
-        """What computes layer ``layer`` (from 0), for mixers that have a choice."""
+        """Operator of layer ``layer`` (from 0), for mixers with a choice of operators."""
         return cls.operator
 
     @classmethod
     def shared_parts(cls, model: ModelConfig, layer: int) -> tuple[type[PartSpec], ...]:
-        """``shared``, of layer ``layer`` (from 0), for mixers whose options say what they need."""
+        """Shared parts of layer ``layer`` (from 0), for mixers whose options select them."""
         return cls.shared
 
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
@@ -134,11 +134,11 @@ class MixerSpec(ABC):
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
-        """What the parameters of layer ``layer`` (from 0) are for; a mixer put in another's place keeps its roles.
+        """Roles of the parameters of layer ``layer`` (from 0); a mixer that replaces another keeps weights by role.
 
         ``q``, ``k``, ``v`` and ``o`` are the projections to queries, keys and values and that of the output, ``forget``
-        the one to decays, ``gate_down`` and ``gate_up`` those of the output's gate, ``angles`` LRPE's. A mixer with
-        other roles names them itself. What has none is drawn anew. Roles do not share rows.
+        the one to decays, ``gate_down`` and ``gate_up`` those of the output's gate, ``angles`` LRPE's. A mixer can
+        define other roles. Parameters without a role are initialized again. Roles do not share rows.
         """
         return {}
 
@@ -178,7 +178,7 @@ class MixerSpec(ABC):
 
     @staticmethod
     def num_exchanges(model: ModelConfig, layer: int) -> int:
-        """Exchanges, one behind the other, that a pass makes of these numbers."""
+        """Number of consecutive exchanges in which a pass sends these numbers."""
         return 1
 
     @staticmethod

@@ -25,7 +25,7 @@ class GatedMixerOptions(LowRankGateOptions):
     """The options of every ``GatedMixer``."""
 
     gate_input: Literal["normalised", "raw"] = "normalised"
-    """What the gate is made of: the block's normalised input, or raw, the input itself (equations 9, 17)."""
+    """Input of the gate: the block's normalised input, or raw, the block's input (equations 9, 17)."""
     output_projection: bool = True
     """Whether a matrix W_o follows norm and gate; false: none, as in equations 9 and 17, which declare it."""
 
@@ -36,7 +36,7 @@ class TNLOptions(GatedMixerOptions):
     decay: Literal["alibi", "linear", "minimax"] = "alibi"
     """-log of the decays: ALiBi's slopes times 1 - l/(L-1); 8h/H (1 - l/L), h from 0; or as MiniMax-Text-01 has it."""
     lrpe: Literal["first", "all", "none"] = "first"
-    """The layers that rotate queries and keys by learned angles; that is what positions there are."""
+    """Layers that rotate queries and keys by learned angles, the only positions of the model."""
 
 
 class HGRN2Options(Section):
@@ -74,16 +74,14 @@ class LightNetOptions(GatedMixerOptions):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.full_rank_gate and self.gate_rank is not None:
-            raise ValueError(
-                f"full_rank_gate = true leaves no place for gate_rank = {self.gate_rank}; leave one of them out"
-            )
+            raise ValueError(f"full_rank_gate = true excludes gate_rank = {self.gate_rank}; remove one of them")
         if self.learned_angles and not self.lrpe:
-            raise ValueError("learned_angles = true with lrpe = false: there are no angles; use lrpe = true")
+            raise ValueError("learned_angles = true with lrpe = false: the model has no angles; use lrpe = true")
         if not self.shared_decay and not (self.decay and self.causal):
             key = "causal" if self.decay else "decay"
             raise ValueError(
-                f"shared_decay = false with {key} = false: a decay of its own is one of tokens that read those up to "
-                "them; use causal = true and decay = true, or shared_decay = true"
+                f"shared_decay = false with {key} = false: a separate decay needs a causal decay; use causal = true "
+                "and decay = true, or shared_decay = true"
             )
         if not self.decay and not self.causal:
             raise ValueError(
@@ -97,9 +95,9 @@ class LionOptions(Section):
     """The options of LION's mixers."""
 
     feature_map: Literal["elu", "silu", "none"] = "silu"
-    """What queries and keys become: elu, elu(x) + 1; silu, (silu(x) + 1/2) over its 2-norm; none, themselves."""
+    """Feature map of queries and keys: elu, elu(x) + 1; silu, (silu(x) + 1/2) over its 2-norm; none, identity."""
     scale: bool = True
-    """Outputs are divided by the sum of their scores; false: an RMS norm over all heads instead, as in RetNet."""
+    """Divide outputs by the sum of their scores; false: an RMS norm over all heads instead, as in RetNet."""
     eps: PositiveOrZero = 1e-6
     """Added to that sum, once."""
 
@@ -117,7 +115,7 @@ class LionLITOptions(LionOptions):
     """Those of LION-LIT, which has the feature map of linear transformers."""
 
     feature_map: Literal["elu", "silu", "none"] = "elu"
-    """What queries and keys become: elu, elu(x) + 1; silu, (silu(x) + 1/2) over its 2-norm; none, themselves."""
+    """Feature map of queries and keys: elu, elu(x) + 1; silu, (silu(x) + 1/2) over its 2-norm; none, identity."""
 
 
 class LionSOptions(LionOptions):
@@ -126,16 +124,16 @@ class LionSOptions(LionOptions):
     gate: Literal["leave", "enter"] = "leave"
     """Of two tokens whose decay counts between them, either way: the one that is left, as in the code, or entered."""
     input_gate: bool = False
-    """Keys are multiplied by 1 - a of their token, as in Gated RFA (equation 135)."""
+    """Multiply keys by 1 - a of their token, as in Gated RFA (equation 135)."""
     initial_decay: Fraction = 0.5
-    """What decays are at first, between 0 and 1; 0.5 as in the authors' code."""
+    """Initial value of decays, between 0 and 1; 0.5 in the authors' code."""
     vector_decay: bool = False
-    """A decay for each value channel of a head and token, not one for all (C.7, equation 136)."""
+    """Use one decay per value channel of a head and token, not one for all channels (C.7, equation 136)."""
 
     @model_validator(mode="after")
     def _check_decay(self) -> Self:
         if self.initial_decay == 0:
-            raise ValueError("initial_decay = 0.0: a decay is a sigmoid, which is never 0; use 0.5, or more than 0")
+            raise ValueError("initial_decay = 0.0: a sigmoid is never 0; use 0.5, or a value above 0")
         if self.vector_decay and self.input_gate:
             raise ValueError(
                 "input_gate = true with vector_decay = true: keys are multiplied by one number (equation 135); use "
@@ -148,7 +146,7 @@ class RelationOptions(Section):
     """The options of relation networks, CausalRN and BiRN."""
 
     form: Literal["linear", "quadratic"] = "linear"
-    """linear: exp of the sum of two normalised sides, in linear time; quadratic: every pair by itself."""
+    """linear: exp of the sum of two normalised sides, in linear time; quadratic: every pair separately."""
     activation: Literal["exp", "relu", "elu", "silu"] = "exp"
     """Of the hidden channels of a pair; others than exp need the quadratic form."""
     pre_norm: Literal["auto", "exact", "approximate", "off"] = "auto"
@@ -165,7 +163,7 @@ class RelationOptions(Section):
     def _check(self) -> Self:
         if self.form == "linear" and self.activation != "exp":
             raise ValueError(
-                f'activation = "{self.activation}" with form = "linear": only exp of a sum is a product; use '
+                f'activation = "{self.activation}" with form = "linear": only exp has a linear form; use '
                 'activation = "exp", or form = "quadratic"'
             )
         if self.form == "linear" and self.pre_norm == "exact":
@@ -185,20 +183,20 @@ class CausalRNOptions(RelationOptions):
     """Those of CausalRN."""
 
     post_norm: bool = True
-    """Norm behind the sum over pairs; false: their mean, as printed in equation 5."""
+    """Apply a norm after the sum over pairs; false: mean over pairs, as printed in equation 5."""
 
 
 class RopeScalingOptions(Section):
     """Rotary positions slowed down for sequences longer than those that the model was first trained on."""
 
     rope_type: Literal["llama3"] = "llama3"
-    """llama3: as Llama 3.1 has it; waves that turn few times in the first length are slowed down by the factor."""
+    """llama3: scaling of Llama 3.1; waves with few turns in the first length are slowed down by the factor."""
     factor: Positive
     """By how much the slowest waves are slowed down."""
     low_freq_factor: Positive
-    """Waves of fewer turns in the first length are slowed down by the whole factor."""
+    """Waves with fewer turns in the first length are slowed down by the full factor."""
     high_freq_factor: Positive
-    """Waves of more turns stay as they are; in between both are mixed."""
+    """Waves with more turns do not change; between the two limits both are mixed."""
     original_max_position_embeddings: SequenceLength
     """The first length, in tokens."""
 
@@ -206,7 +204,7 @@ class RopeScalingOptions(Section):
     def _check(self) -> Self:
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor = {self.high_freq_factor} must be more than low_freq_factor = {self.low_freq_factor}"
+                f"high_freq_factor = {self.high_freq_factor} must be above low_freq_factor = {self.low_freq_factor}"
             )
         return self
 
@@ -225,7 +223,7 @@ class LLaMAOptions(Section):
     rope_scaling: RopeScalingOptions | None = None
     """Rotary positions for longer sequences, a table; none: unscaled."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Projections with a bias: those of queries, keys and values (as Qwen2), or that of outputs too."""
+    """Projections with a bias: queries, keys and values (as in Qwen2), or also outputs."""
 
 
 def llama_options(model: ModelConfig, layer: int) -> LLaMAOptions:

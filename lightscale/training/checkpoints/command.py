@@ -39,8 +39,8 @@ EXIT_DIFFERENT = 1
 """Something is damaged, or two checkpoints differ."""
 _WEIGHTS_SUFFIX = "-weights"
 _KINDS = (
-    "A run continues from its full checkpoints. Those of the weights alone (checkpoint.keep_weights_every) are for "
-    "evaluation, and are never removed by a run or by prune."
+    "A run continues from its full checkpoints. Weights-only checkpoints (checkpoint.keep_weights_every) are for "
+    "evaluation; neither a run nor prune removes them."
 )
 
 
@@ -55,22 +55,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", help="print one JSON object")
         return command
 
-    one = "the run's directory, or RUN@STEP for a checkpoint; RUN@STEP-weights: the one of the weights alone"
-    add_run(add("list", _list, "list a run's checkpoints by their manifests; reads no tensors"))
-    add("verify", _verify, "read every file and compare it with its manifest").add_argument(
+    one = "the run's directory, or RUN@STEP for a checkpoint; RUN@STEP-weights: the weights-only checkpoint"
+    add_run(add("list", _list, "list the checkpoints of a run from their manifests, without reading tensors"))
+    add("verify", _verify, "read every file and verify it against its manifest").add_argument(
         "run", metavar="RUN[@STEP]", help=one
     )
-    add("show", _show, "print the manifest of a checkpoint, and its tensors").add_argument(
+    add("show", _show, "print the manifest and the tensors of a checkpoint").add_argument(
         "run", metavar="RUN[@STEP]", help=f"{one} (default: the newest)"
     )
-    diff = add("diff", _diff, "compare two checkpoints, tensor by tensor, written by any layouts")
+    diff = add("diff", _diff, "compare two checkpoints of any layouts, tensor by tensor")
     for name in ("first", "second"):
         diff.add_argument(name, metavar="RUN@STEP")
-    prune = add("prune", _prune, "remove older full checkpoints, after those that stay were verified")
+    prune = add("prune", _prune, "remove older full checkpoints after verifying the remaining ones")
     add_run(prune)
-    prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest whole checkpoints to keep (default: 2)")
+    prune.add_argument(
+        "--keep", type=int, default=2, metavar="N", help=("number of newest intact checkpoints to keep (default: 2)")
+    )
     prune.add_argument("--keep-every", type=int, metavar="K", help="also keep steps at multiples of K")
-    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    prune.add_argument("--dry-run", action="store_true", help="only print the checkpoints to remove")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -177,7 +179,7 @@ def _verify(args: argparse.Namespace) -> int:
         print(json.dumps({"checkpoints": [{**name._asdict(), "damage": damage} for name, damage in found.items()]}))
     else:
         for name, damage in found.items():
-            print(f"step {steps_of([name])}: {damage or 'whole'}")
+            print(f"step {steps_of([name])}: {damage or 'intact'}")
     return EXIT_DIFFERENT if any(found.values()) else 0
 
 
@@ -261,11 +263,12 @@ def _prune(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"good": sorted(good), "removed": old, "dry_run": args.dry_run}))
     elif len(good) < args.keep:
-        print(f"nothing removed: only {len(good)} of the checkpoints are whole, and --keep asks for {args.keep}")
+        print(f"nothing removed: only {len(good)} checkpoints are intact, and --keep is {args.keep}")
     else:
         verb = "would be removed" if args.dry_run else "removed"
         print(
-            f"{verb}: {', '.join(map(str, old)) or 'none'}; the newest whole ones: {', '.join(map(str, sorted(good)))}"
+            f"{verb}: {', '.join(map(str, old)) or 'none'}; newest intact checkpoints: "
+            f"{', '.join(map(str, sorted(good)))}"
         )
     return 0
 

@@ -182,7 +182,7 @@ class Exports:
         if reason == self._last_reason:
             # Of the model or the tokenizer, and not of a moment: a process for each step would find it again.
             self._gave_up = True
-            consequence += ", without exports until it is started again"
+            consequence += " without exports until the next start"
         self._last_reason = reason
         self._journal.say(f"WARNING: the export of step {step} failed: {reason}; {consequence}")
 

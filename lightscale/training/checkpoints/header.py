@@ -67,10 +67,10 @@ def read_header(path: Path) -> list[Entry]:
     first, end = _LENGTH_BYTES + length, 0
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or metadata.keys() != {"shapes"} or not isinstance(metadata["shapes"], str):
-        raise DamagedCheckpoint(f"{path}: its header has no shapes of the whole tensors")
+        raise DamagedCheckpoint(f"{path}: the header has no shapes of the whole tensors")
     shapes = parse_object(metadata["shapes"], path)
     if len(header) > _MOST_BOXES:
-        raise DamagedCheckpoint(f"{path}: {len(header)} boxes, more than any layout makes")
+        raise DamagedCheckpoint(f"{path}: {len(header)} boxes, more than any layout writes")
     entries = []
     for name, value in header.items():
         entry = _entry(path, name, value, shapes, first)
@@ -82,7 +82,7 @@ def read_header(path: Path) -> list[Entry]:
     if first + end != size:
         raise DamagedCheckpoint(f"{path}: expected {first + end} bytes, found {size}")
     if unused := shapes.keys() - {entry.box.key for entry in entries}:
-        raise DamagedCheckpoint(f"{path}: a shape of {shown(min(unused))}, which is not there")
+        raise DamagedCheckpoint(f"{path}: a shape of {shown(min(unused))}, which the file does not contain")
     return entries
 
 
@@ -91,7 +91,7 @@ def _entry(path: Path, name: str, value: Any, shapes: Mapping[str, Any], first: 
     # From the right, as only the offset is known to have no @.
     match = _BOX_NAME.fullmatch(name)
     if match is None or not match["key"].isprintable():
-        raise DamagedCheckpoint(f"{path}: {shown(name)} is no name of a box, as in model.output.weight@128,0")
+        raise DamagedCheckpoint(f"{path}: {shown(name)} is not a box name such as model.output.weight@128,0")
     offset = tuple(map(int, match["offset"].split(","))) if match["offset"] else ()
     of_format = checked(schema.Place, value, path, name)
     whole = checked(schema.Whole, {"shape": shapes.get(match["key"])}, path, name)
@@ -99,7 +99,9 @@ def _entry(path: Path, name: str, value: Any, shapes: Mapping[str, Any], first: 
     start, end = of_format.data_offsets
     entry = Entry(box=box, dtype=of_format.dtype, first_byte=first + start)
     if end - start != entry.num_bytes:
-        raise DamagedCheckpoint(f"{path}: {shown(name)} has {entry.num_bytes} bytes, and its place {end - start}")
+        raise DamagedCheckpoint(
+            f"{path}: {shown(name)} has {entry.num_bytes} bytes, and its offsets give {end - start}"
+        )
     if not len(offset) == len(box.sizes) == len(box.shape) or any(
         at + count > length for at, count, length in zip(offset, box.sizes, box.shape, strict=True)
     ):

@@ -102,7 +102,7 @@ def read_manifest(directory: Path) -> Manifest:
     except OSError as error:
         raise DamagedCheckpoint(f"{directory}: {error.strerror}") from None
     if not os.path.lexists(path):
-        raise DamagedCheckpoint(f"{path} is missing: the checkpoint was not finished")
+        raise DamagedCheckpoint(f"{path} is missing: the checkpoint is unfinished")
     body = read_json(path, most_bytes=_MOST_BYTES + num_files * _MOST_BYTES_PER_FILE)
     recorded = body.pop("manifest_xxh3_128", None)
     # Before the format is looked at: a flipped bit there would pass for another version, which is an error instead of

@@ -60,7 +60,7 @@ def check_random_states(states: dict[str, Any], path: Path) -> None:
         if torch.cuda.is_available() and "cuda" in states:
             torch.Generator("cuda").set_state(_tensor(states["cuda"]))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path}: no state of a generator: {shown(str(error))}") from None
+        raise DamagedCheckpoint(f"{path}: not a generator state: {shown(str(error))}") from None
 
 
 def _hex(state: torch.Tensor) -> str:

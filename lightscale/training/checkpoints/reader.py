@@ -44,7 +44,7 @@ _WEIGHTS_ALONE = ("F32", "BF16")
 
 _HOLDS: dict[Contents, str] = {
     "full": "holds a full checkpoint",
-    "weights": "holds weights alone, without the moments of the optimizer and the random states",
+    "weights": "holds only weights, without optimizer moments and random states",
 }
 
 Headers = Mapping[str, list[header.Entry]]
@@ -61,7 +61,7 @@ def contents_of(manifest: Manifest) -> Contents:
 def manifest_of(path: Path, step: int) -> Manifest:
     """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where there is none, or not one of its name."""
     if path.is_symlink():
-        raise DamagedCheckpoint(f"{path}: a symbolic link; a checkpoint is a directory of its own")
+        raise DamagedCheckpoint(f"{path}: a symbolic link; use a real directory")
     manifest = read_manifest(path)
     facts = checked(schema.Facts, dict(manifest.facts), path / NAME)
     if facts.step != step:
@@ -83,16 +83,16 @@ def _check_names(path: Path, manifest: Manifest, expected: Collection[str]) -> N
     """Refuse a directory whose files are not those of its manifest, or this not those that are ``expected``."""
     for name in sorted(manifest.files.keys() ^ expected):
         what, num_ranks = "has no" if name in expected else "has a", len(manifest.facts["hosts"])
-        raise DamagedCheckpoint(f"{path / NAME}: {what} {name}, against its layout of {num_ranks} ranks")
+        raise DamagedCheckpoint(f"{path / NAME}: {what} {name}, but the layout has {num_ranks} ranks")
     for name, record in manifest.files.items():
         if record.num_bytes > _most_bytes(name):
             raise DamagedCheckpoint(
-                f"{path / NAME}: {name} has {record.num_bytes} bytes, and at most {_most_bytes(name)} make sense"
+                f"{path / NAME}: {name} has {record.num_bytes} bytes; at most {_most_bytes(name)} are possible"
             )
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.name != NAME and entry.name not in expected:
-                raise DamagedCheckpoint(f"{path}: has {shown(entry.name)}, which its manifest does not")
+                raise DamagedCheckpoint(f"{path}: has {shown(entry.name)}, which is not in its manifest")
             if not entry.is_file(follow_symlinks=False):
                 what = kind(entry.stat(follow_symlinks=False).st_mode)
                 raise DamagedCheckpoint(f"{path / entry.name}: {what}; a file of a checkpoint is a regular file")
@@ -171,7 +171,7 @@ def read_state(path: Path, manifest: Manifest, parts: Collection[str] = ()) -> d
     if state.step != facts["step"]:
         raise DamagedCheckpoint(f"{file}: expected step {facts['step']}, found {state.step}")
     if ("optimizer" in value) != (contents == "full"):
-        what = "the counters of an optimizer" if "optimizer" in value else "no counters of an optimizer"
+        what = "optimizer counters" if "optimizer" in value else "no optimizer counters"
         raise DamagedCheckpoint(f"{file}: has {what}, and {_HOLDS[contents]}")
     for name, count in value.get("optimizer", {}).items():
         # A skipped step counts for the run only.
@@ -180,7 +180,7 @@ def read_state(path: Path, manifest: Manifest, parts: Collection[str] = ()) -> d
     if "data" in value and state.data.tokens != facts.get("tokens", state.data.tokens):
         raise DamagedCheckpoint(f"{file}: expected {facts['tokens']} tokens as in {NAME}, found {state.data.tokens}")
     if "data" in parts and not (isinstance(state.data.fingerprint, dict) and "tokenizer" in state.data.fingerprint):
-        raise DamagedCheckpoint(f"{file}: its fingerprint of the data has no tokenizer")
+        raise DamagedCheckpoint(f"{file}: the data fingerprint has no tokenizer")
     return value
 
 
@@ -209,12 +209,12 @@ def read_headers(path: Path, manifest: Manifest) -> Headers:
             raise DamagedCheckpoint(f"{path}: has {shown(what)}.{shown(min(found))}, and {_HOLDS['weights']}")
         # An optimizer keeps its state for every weight.
         if wrong := sorted(key for key in {*found, *shapes[weights]} if found.get(key) != shapes[weights].get(key)):
-            raise DamagedCheckpoint(f"{path}: {shown(wrong[0])} of {shown(what)} is not that of the weights")
+            raise DamagedCheckpoint(f"{path}: {shown(wrong[0])} of {shown(what)} differs from that of the weights")
     expected = _WEIGHTS_ALONE if len(shapes) == 1 else _TRAINED
     for key, used in dtypes.items():
         if len(used) > 1 or not used <= set(expected):
             have, right = ", ".join(sorted(used)), " or ".join(expected)
-            raise DamagedCheckpoint(f"{path}: {shown(key)} has numbers of {have}, and not of {right}")
+            raise DamagedCheckpoint(f"{path}: {shown(key)} has dtype {have} instead of {right}")
     if not shapes:
         raise DamagedCheckpoint(f"{path}: has no tensor")
     return headers

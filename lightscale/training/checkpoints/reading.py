@@ -77,13 +77,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} is there twice")
+            raise ValueError(f"duplicate key {key!r}")
         found[key] = value
     return found
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _number(text: str) -> float:

@@ -142,8 +142,8 @@ class Checkpoints:
         if not weights_only:
             if step is not None and all(name.contents == "weights" for name in names):
                 raise UserError(
-                    f"{self.directory / names[0].directory} has the weights alone; a run continues from the moments "
-                    "of the optimizer and the random states too, which only a full checkpoint has"
+                    f"{self.directory / names[0].directory} has only weights; resuming also needs the optimizer "
+                    "moments and random states of a full checkpoint"
                 )
             names = [name for name in names if name.contents == "full"]
         refused: dict[Path, str] = {}
@@ -178,7 +178,7 @@ class Checkpoints:
             )
         # Not None, which means a new run: starting at step 0 beside damaged checkpoints would hide that they are lost.
         if refused:
-            raise NoGoodCheckpoint("no checkpoint is whole:\n" + "\n".join(f"  {line}" for line in refused.values()))
+            raise NoGoodCheckpoint("no intact checkpoint:\n" + "\n".join(f"  {line}" for line in refused.values()))
         return None
 
     def put_aside(self, damaged: Sequence[Path]) -> None:
@@ -270,7 +270,7 @@ class Checkpoints:
             found, expected = (shapes.get(key, "missing") for shapes in (there, here))
             if found != expected:
                 name = key.removeprefix("model.")
-                where = "here" if conversion is None else "in the configuration of its run"
+                where = "here" if conversion is None else "in the configuration of this run"
                 raise UserError(f"{path} is of another model: {name} is {found} there and {expected} {where}")
 
 
@@ -295,9 +295,9 @@ def _check_environment(path: Path, manifest: Manifest, allow: Collection[str]) -
     refused = [key for key in changes if not is_named(key, allow)]
     if refused:
         raise UserError(
-            f"{path} was written with other package versions, which may give other numbers:\n"
+            f"{path} was written with other package versions, which can change results:\n"
             + "\n".join(f"  {key}: {changes[key]}" for key in refused)
-            + "\nInstall those versions, or accept the new ones with --allow-change versions."
+            + "\nInstall those versions, or accept the new versions with --allow-change versions."
         )
     return tuple(f"{key}: {change}" for key, change in changes.items())
 
@@ -312,10 +312,10 @@ def _check_one_embedding(path: Path, manifest: Manifest, allow: Collection[str])
     if stages == 1 or facts.get("stage_copies") == "equal" or is_named("model.embedding_std", allow):
         return
     raise UserError(
-        f"{path} is not of one model: the copies of the tied embedding (embedding.word_embeddings.weight) on stage 0 "
-        f"and stage {stages - 1} differ. It was written with parallel.pipeline = {stages} and model.embedding_std by a "
-        "version of lightscale that drew the copy of the last stage, the output layer, with model.init_std. Only the "
-        "first stage's was saved, and the output layer is lost. Begin again in a new run. Where this one was begun "
+        f"{path} is inconsistent: the copies of the tied embedding (embedding.word_embeddings.weight) on stage 0 "
+        f"and stage {stages - 1} differ. It was written with parallel.pipeline = {stages} and model.embedding_std by "
+        "a version of lightscale that initialized the copy of the last stage (the output layer) with model.init_std. "
+        "Only the copy of the first stage was saved; the output layer is lost. Start a new run. If this run started "
         "with parallel.pipeline = 1, its copies are equal: resume it with --allow-change model.embedding_std"
     )
 
@@ -324,4 +324,4 @@ def _check_counters(path: Path, state: Mapping[str, Any], expected: Mapping[str,
     """The optimizer's counters, by name; whether they are numbers that make sense is checked (``read_state``)."""
     if state["optimizer"].keys() != expected.keys():
         found, right = (", ".join(sorted(names)) or "none" for names in (state["optimizer"], expected))
-        raise DamagedCheckpoint(f"{path / STATE}: expected the counters {right} of the optimizer, found {shown(found)}")
+        raise DamagedCheckpoint(f"{path / STATE}: expected the optimizer counters {right}, found {shown(found)}")

@@ -163,7 +163,7 @@ class Saver:
             retention: which older full checkpoints are removed after it; None: none.
             contents: a checkpoint is written of each, all of one copy of the state.
         """
-        assert self._written is None, "the save before has not been finished"
+        assert self._written is None, "the previous save is unfinished"
         assert contents, "nothing to save"
         began = time.perf_counter()
         # All that training will change is copied here, random states and counters as text: the thread reads only this
@@ -207,7 +207,7 @@ class Saver:
 
     def finish(self) -> Saved:
         """Wait for the save in flight. Raises ``SaveError``, on every rank, where it failed."""
-        assert self._written is not None, "no save was begun"
+        assert self._written is not None, "no save has started"
         # Cleared before the result is asked for, which may raise: the next save must be able to begin.
         written, self._written = self._written, None
         return written.result()
@@ -309,7 +309,9 @@ class Saver:
             put_aside([final], self._ranks)
             return None
         there, now = manifest.facts, snapshot.facts
-        differing = [f"{key}: {there.get(key)} in it, {now[key]} now" for key in now if there.get(key) != now[key]]
+        differing = [
+            (f"{key}: {there.get(key)} in the checkpoint, {now[key]} now") for key in now if there.get(key) != now[key]
+        ]
         if snapshot.contents == ("weights",):
             # The run has passed this step before, and returned to a full checkpoint before it. By another layout, or
             # with a change that was allowed, it comes back with other weights; its own are those that led to its end.
@@ -320,7 +322,7 @@ class Saver:
         # full checkpoint is never passed twice: the run continues from the newest.
         elif differing:
             raise SaveError(
-                f"{final} is a whole checkpoint of another state ({'; '.join(differing)}); move it elsewhere"
+                f"{final} is an intact checkpoint of another state ({'; '.join(differing)}); move it elsewhere"
             )
         return sum(record.num_bytes for record in manifest.files.values())
 
@@ -343,7 +345,7 @@ class Saver:
         needed, free = sum(size for size, _ in every) + _SPARE_BYTES, min(space for _, space in every)
         if free < needed:
             raise UserError(
-                f"no space for a checkpoint: it needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
+                f"not enough space for a checkpoint: it needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
                 "free some space, or keep fewer checkpoints (checkpoint.keep)"
             )
 
@@ -359,8 +361,8 @@ class Saver:
             text = json.dumps(snapshot.state).encode()
             if len(text) > MOST_STATE_BYTES:
                 raise SaveError(
-                    f"the state beside the tensors has {len(text)} bytes, at most {MOST_STATE_BYTES} are read back; "
-                    "use a smaller guard.window"
+                    f"state.json would have {len(text)} bytes, above the limit of {MOST_STATE_BYTES}; use a smaller "
+                    "guard.window"
                 )
             records[STATE] = write_synced(draft / STATE, text)
         return socket.gethostname(), records, [shard.box for shard in snapshot.shards]
@@ -369,7 +371,7 @@ class Saver:
         files = {name: record for _, records, _ in own for name, record in records.items()}
         # A shared directory that is not the same one for all ranks shows here, before anything is committed.
         if missing := {path.name for path in draft.iterdir()} ^ set(files):
-            raise OSError(f"files that no rank wrote, or that are missing: {', '.join(sorted(missing))}")
+            raise OSError(f"missing or unexpected files: {', '.join(sorted(missing))}")
         # Can only be a bug of the engine; a checkpoint with a hole would be found when it is needed.
         if fault := fault_of_cover(box for _, _, boxes in own for box in boxes):
             raise AssertionError(f"{draft}: {fault}")

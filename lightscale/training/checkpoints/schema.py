@@ -101,7 +101,7 @@ class _Data(_Strict):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if late := [at for at, _ in self.skips if at > self.tokens]:
-            raise ValueError(f"{self.tokens} tokens, and data that is skipped after {late[0]}")
+            raise ValueError(f"{self.tokens} tokens, but data is skipped after {late[0]}")
         return self
 
 

@@ -81,14 +81,15 @@ def check_copies(engine: Engine) -> None:
     others = f", and those of {len(differing) - 1} other parameters" if len(differing) > 1 else ""
     if first.name.startswith(_TIED) and engine.mesh.pipeline > 1 and len(differing) <= engine.mesh.tensor:
         what = (
-            "The first and the last stage would train two models, of which a checkpoint keeps one. Start with "
-            "parallel.pipeline=1, or begin again in a new run; a checkpoint written on several stages with "
-            "model.embedding_std, before the copies were drawn alike, is not of one model"
+            "The first and the last stage would train two different models, and a checkpoint stores only one. Start "
+            "with parallel.pipeline=1, or start a new run; an old checkpoint written on several stages with "
+            "model.embedding_std can have different copies"
         )
     else:
         what = (
-            "All ranks draw or read the same numbers, so that one of these hosts computes or stores others: compare "
-            "them with lightscale doctor (processors, versions of torch), and exclude the one that differs"
+            "All ranks initialize or read the same numbers, so one of these hosts computes or stores wrong values: "
+            "compare the hosts with lightscale doctor (processors, versions of torch), and exclude the host that "
+            "differs"
         )
     raise UserError(f"the copies of {first.name} differ{others}: {held} hold different numbers. {what}")
 

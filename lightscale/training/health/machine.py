@@ -88,8 +88,10 @@ KNOWN_FAULTS = (
         versions=SpecifierSet(">=3.4,<3.8"),
         capability=_HOPPER,
         result="warning",
-        what="on Hopper compiles a dot whose transposed result enters another dot to wrong numbers, without an error; "
-        "lightscale's own kernels have no such dot, those of other packages (flash-linear-attention) may",
+        what=(
+            "on Hopper silently miscompiles a dot whose transposed result enters another dot; lightscale's kernels "
+            "have no such dot, kernels of other packages (flash-linear-attention) may"
+        ),
         right="Triton 3.8 or newer; `make gpu-check` compares lightscale's kernels on this GPU with their references",
     ),
 )
@@ -106,23 +108,23 @@ def judge_machine(machine: Machine, *, processes: int, device: str) -> list[Chec
 
 
 def _judge_gpus(machine: Machine, processes: int, device: str) -> list[CheckResult]:
-    right = "GPUs that torch sees: see `nvidia-smi`, CUDA_VISIBLE_DEVICES and the driver"
+    right = "GPUs visible to torch; check `nvidia-smi`, CUDA_VISIBLE_DEVICES and the driver"
     if machine.num_gpus == 0:
         # With a driver but no visible GPU something is broken, also where the device is "auto" and CPUs would be used
         # silently.
         if machine.driver is not None and device != "cpu":
             cuda = machine.versions.get("CUDA")
             built = f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
-            found = f"there is an NVIDIA driver, {machine.driver}, but torch, which {built}, sees no GPU"
+            found = f"NVIDIA driver {machine.driver} is installed, but torch, which {built}, finds no GPU"
             return [CheckResult(check="GPUs", result="failed", found=found, right=right, blames_host=True)]
         if device == "cuda":
-            found = 'train.device = "cuda", but there is no GPU and no NVIDIA driver'
+            found = 'train.device = "cuda", but this machine has no GPU and no NVIDIA driver'
             return [CheckResult(check="GPUs", result="failed", found=found, right=right, blames_host=True)]
         return [CheckResult(check="GPUs", result="ok", found="none; training runs on CPUs")]
     # NCCL refuses two ranks on one GPU too, but only when these first communicate.
     if processes > machine.num_gpus:
-        found = f"{machine.num_gpus} for at least {processes} ranks of this machine"
-        return [CheckResult(check="GPUs", result="failed", found=found, right="one for each rank", blames_host=True)]
+        found = f"{machine.num_gpus} for at least {processes} ranks on this machine"
+        return [CheckResult(check="GPUs", result="failed", found=found, right="one per rank", blames_host=True)]
     names = ", ".join(f"{count} {name}" for name, count in Counter(gpu.name for gpu in machine.gpus).items())
     results = [CheckResult(check="GPUs", result="ok", found=f"{names}, driver {machine.driver or 'unknown'}")]
     used = [gpu for gpu in machine.gpus if gpu.free_bytes < _LEAST_FREE * gpu.total_bytes]
@@ -130,7 +132,10 @@ def _judge_gpus(machine: Machine, processes: int, device: str) -> list[CheckResu
         found = f"{gpu.name}: {size_text(gpu.free_bytes)} of {size_text(gpu.total_bytes)} free"
         results.append(
             CheckResult(
-                check="GPU memory", result="warning", found=found, right="no other process on this GPU: see nvidia-smi"
+                check="GPU memory",
+                result="warning",
+                found=found,
+                right=("no other process on this GPU; check nvidia-smi"),
             )
         )
     return results
@@ -162,11 +167,11 @@ def _judge_versions(machine: Machine) -> list[CheckResult]:
 
 def _judge_apex(wrong: str | None) -> CheckResult:
     if wrong is None:
-        return CheckResult(check="apex", result="ok", found="no package called apex but NVIDIA's")
+        return CheckResult(check="apex", result="ok", found="no package named apex except NVIDIA's")
     return CheckResult(
         check="apex",
         result="warning",
-        found=f"{wrong} is not NVIDIA's apex, and is not used",
+        found=f"{wrong} is not NVIDIA's apex and is not used",
         right=APEX_REMEDY,
     )
 
@@ -185,7 +190,7 @@ def _driver() -> str | None:
     except OSError:
         return None
     match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    return match[0] if match else "of unknown version"
+    return match[0] if match else "unknown version"
 
 
 def package_versions() -> dict[str, str]:

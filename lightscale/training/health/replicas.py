@@ -85,8 +85,9 @@ class SilentCorruption(RuntimeError):
         names = f"; different now: {', '.join(differing[:_MOST_NAMES])}" if differing else ""
         more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
         super().__init__(
-            f"silent corruption after step {since} and before the end of step {step}: {'; '.join(lines)}{names}{more}. "
-            "No checkpoint since then was written; exclude a host that is named again"
+            f"silent corruption after step {since} and before the end of step {step}: "
+            f"{'; '.join(lines)}{names}{more}. No checkpoint was written since then; exclude a host that is reported "
+            "again"
         )
 
 
@@ -210,7 +211,7 @@ def _faults_of_rows(group: Sequence[int], reports: Sequence[ReplicaReport]) -> I
         # What every rank sees wrong changed before it was gathered.
         blamed |= {owner} if len(wrong) == len(group) else wrong
     if blamed:
-        yield ReplicaFault(ranks=tuple(sorted(blamed)), what="weights are not what the optimizer wrote")
+        yield ReplicaFault(ranks=tuple(sorted(blamed)), what="weights changed after the optimizer wrote them")
 
 
 def _faults_of_copies(reports: Sequence[ReplicaReport]) -> Iterator[ReplicaFault]:

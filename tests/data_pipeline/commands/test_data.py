@@ -38,8 +38,8 @@ def test_prepare_then_inspect(corpus: Path, tmp_path: Path, capsys: pytest.Captu
         assert f"{source.num_documents:,}" in shown
         assert f"{source.num_tokens:,}" in shown
     assert "300 ids" in shown
-    assert "format 2: every block is compared when it is read" in shown
-    assert "my-corpus: every label counts; no arrays of documents; files and places of its documents" in shown
+    assert "format 2: every block is verified when it is read" in shown
+    assert "my-corpus: every label counts; no document arrays; files and positions of its documents" in shown
     assert "my-corpus, document 0, my corpus/" in shown
     assert "[bold]not markup[/bold]" in shown
     assert main(["data", "inspect", str(tmp_path / "store"), "--sample", "0"]) == 0
@@ -124,7 +124,7 @@ def test_of_paths_every_document_stays_unless_a_language_is_given(
             "the corpus is one CORPUS.toml, or PATHs, or",
         ),
         (["prepare", "{tmp}/nowhere", "--out", "{tmp}/store"], "nowhere: No such file or directory"),
-        (["prepare", "{tmp}", "--out", "{tmp}/store"], "no document is left to train on: 0 files read, 1 × unreadable"),
+        (["prepare", "{tmp}", "--out", "{tmp}/store"], "no training document remains: 0 files read, 1 × unreadable"),
         (["prepare", "{tmp}", "--out", "{tmp}"], "never overwritten"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--strict"], "unreadable file"),
         (["prepare", "{tmp}/none.toml", "--out", "{tmp}/store"], "cannot read the corpus file {tmp}/none.toml"),
@@ -139,8 +139,8 @@ def test_of_paths_every_document_stays_unless_a_language_is_given(
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "0"], "--workers 0: use at least 1"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "2", "--mpi"], "--workers and --executor mpi"),
         (["prepare", "{tmp}", "--out", "{tmp}/store", "--workers", "2", "--executor", "ray"], "executor ray: use only"),
-        (["verify", "{tmp}/nowhere"], "no token store there"),
-        (["inspect", "{tmp}/nowhere"], "no token store there"),
+        (["verify", "{tmp}/nowhere"], "no token store"),
+        (["inspect", "{tmp}/nowhere"], "no token store"),
         (["inspect", "{tmp}"], "it has no zarr.json"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         ({"max_length": 0}, "--max-length 0: must be 1 to"),
         ({"symbols": 20_000}, "--symbols 20000: must be 1 to 10,000"),
-        ({"min_length": 9, "max_length": 8}, "--min-length 9: more than --max-length 8"),
+        ({"min_length": 9, "max_length": 8}, "--min-length 9: above --max-length 8"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, int], message: str) -> None:

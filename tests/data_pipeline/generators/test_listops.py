@@ -150,12 +150,15 @@ def test_the_command_writes_and_shows_a_store(tmp_path: Path, capsys: pytest.Cap
         (["--max-depth", "0"], "--max-depth 0: must be 1 to 100"),
         (["--max-arguments", "1"], "--max-arguments 1: must be 2 to"),
         (["--min-tokens", "3"], "--min-tokens 3: must be 4 to"),
-        (["--min-tokens", "50", "--max-tokens", "40"], "--min-tokens 50: more than --max-tokens 40"),
-        (["--max-depth", "2", "--max-arguments", "3"], "--max-arguments 3 give at most 17 symbols; use a smaller one"),
+        (["--min-tokens", "50", "--max-tokens", "40"], "--min-tokens 50: above --max-tokens 40"),
+        (
+            ["--max-depth", "2", "--max-arguments", "3"],
+            "--max-arguments 3 give at most 17 symbols; use a smaller minimum",
+        ),
         (["--max-depth", "1", "--max-arguments", "2", "--min-tokens", "4", "--max-tokens", "4"], None),
         (
             ["--max-depth", "9", "--max-arguments", "2", "--min-tokens", "1000", "--max-tokens", "1001"],
-            "none of 20,000 expressions of --max-depth 9 and --max-arguments 2 has so many symbols",
+            "none of 20,000 expressions of --max-depth 9 and --max-arguments 2 fits",
         ),
     ],
 )
@@ -210,7 +213,7 @@ def test_another_generator_is_one_class_and_one_line(
         start, stop = source.document(number)
         assert source.loss_mask(start + 1, stop).tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert main(["data", "inspect", str(tmp_path / "store")]) == 0
-    assert "a loss mask says which labels count" in capsys.readouterr().out
+    assert "a loss mask selects the labels that count" in capsys.readouterr().out
 
 
 def test_every_generator_has_a_command_without_torch(capsys: pytest.CaptureFixture[str]) -> None:

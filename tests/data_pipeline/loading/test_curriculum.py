@@ -109,9 +109,9 @@ def test_any_layout_resumes_in_any_stage(store: TokenStore, packing: Any, num_st
 def test_another_curriculum_or_a_position_inside_a_step_is_refused(store: TokenStore) -> None:
     state = make_loader(store).state_dict()
     plain = TokenLoader(store, sequence_length=64, global_batch_size=4, micro_batch_size=2, seed=3)
-    with pytest.raises(UserError, match="curriculum: 8 from 0, 16 from 1024, 64 from 2560 then, None now"):
+    with pytest.raises(UserError, match="curriculum: 8 from 0, 16 from 1024, 64 from 2560 before, None now"):
         plain.load_state_dict(state)
-    with pytest.raises(UserError, match="the state's 64 tokens are not a multiple of the 256 tokens of a step"):
+    with pytest.raises(UserError, match="the state's 64 tokens are not a multiple of the 256 tokens per step"):
         make_loader(store).load_state_dict(state | {"tokens": 64})
     assert plain.tokens == 0
 
@@ -136,7 +136,7 @@ def test_skipped_data_moves_the_position() -> None:
     assert [skips.position(tokens) for tokens in (0, 99, 100, 199, 200, 1000)] == [0, 99, 115, 214, 245, 1045]
     assert SkippedRanges.of([[100, 10], [200, 30], [100, 5]]) == skips
     for record in ((-1, 5), (5, 0)):
-        with pytest.raises(UserError, match="is not possible"):
+        with pytest.raises(UserError, match="cannot skip"):
             SkippedRanges.of([record])
 
 
@@ -156,5 +156,5 @@ def test_a_jump_leaves_out_exactly_the_steps_that_were_skipped(store: TokenStore
     resumed = make_loader(store, packing=packing)
     resumed.load_state_dict(jumping.state_dict())
     assert resumed.next_step()[0].tokens.equal(plain.batches_after(12 * 256)[0].tokens)
-    with pytest.raises(UserError, match="100 tokens are not a multiple of the 256 of a step"):
+    with pytest.raises(UserError, match="100 tokens: only whole steps of 256 tokens"):
         jumping.skip(100, 256)

@@ -306,17 +306,17 @@ def test_state_survives_json_and_is_equal_on_every_rank(store: TokenStore) -> No
 def test_other_data_is_refused_by_what_differs(store: TokenStore, write_store: WriteStore) -> None:
     state = make_loader(store).state_dict()
     changes: dict[str, TokenLoader] = {
-        "seed: 5 then, 6 now": make_loader(store, seed=6),
-        "sequence_length: 16 then, 8 now": make_loader(store, sequence_length=8),
-        "source tiny: .* then, None now": make_loader(store, sources={"code": 1, "text": 1}),
-        "weight of code: .* then, 1/3 now": make_loader(store, sources={"code": 1, "text": 1, "tiny": 1}),
-        "source code: .* then, .* now": make_loader(
+        "seed: 5 before, 6 now": make_loader(store, seed=6),
+        "sequence_length: 16 before, 8 now": make_loader(store, sequence_length=8),
+        "source tiny: .* before, None now": make_loader(store, sources={"code": 1, "text": 1}),
+        "weight of code: .* before, 1/3 now": make_loader(store, sources={"code": 1, "text": 1, "tiny": 1}),
+        "source code: .* before, .* now": make_loader(
             write_store({**DOCUMENTS, "code": [*DOCUMENTS["code"][:-1], [1, 2, 3]]})
         ),
-        "store: .* then, .* now": make_loader(write_store({**DOCUMENTS, "text-validation": [[1]]}, "other")),
+        "store: .* before, .* now": make_loader(write_store({**DOCUMENTS, "text-validation": [[1]]}, "other")),
     }
     for message, loader in changes.items():
-        with pytest.raises(UserError, match=rf"the data is not what this run was trained on \(.*{message}"):
+        with pytest.raises(UserError, match=rf"the data differs from the data of the earlier steps \(.*{message}"):
             loader.load_state_dict(state)
         assert loader.tokens == 0
     same = make_loader(write_store(DOCUMENTS, "same"))
@@ -344,13 +344,13 @@ def test_what_is_left_at_the_end_of_a_source_is_counted(write_store: WriteStore,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_length": 1000}, r"source \w+: \d+ tokens make no sequence of sequence_length 1000; 1001 are"),
+        ({"sequence_length": 1000}, r"source \w+: \d+ tokens are fewer than the 1001 of one sequence"),
         ({"global_batch_size": 7}, r"global_batch_size 7 is not a multiple of micro_batch_size 2 × 1 data ranks \(2\)"),
         ({"layout": LoaderLayout(data_size=5)}, r"global_batch_size 12 is not a multiple of .* × 5 data ranks \(10\)"),
         ({"micro_batch_size": 0}, "micro_batch_size 0"),
         ({"layout": LoaderLayout(sequence_size=3)}, r"sequence_length 16 is not a multiple of .* sequence ranks \(3\)"),
-        ({"sources": {"prose": 1.0}}, "no source 'prose'; it has code, text, text-validation, tiny"),
-        ({"sources": {"text-validation": 1.0}}, "text-validation holds validation data, which is not trained on"),
+        ({"sources": {"prose": 1.0}}, "no source 'prose'; use one of code, text, text-validation, tiny"),
+        ({"sources": {"text-validation": 1.0}}, "text-validation holds validation data; use a training source"),
         ({"sources": {"code": -1.0}}, "source code: the weight is -1.0"),
     ],
 )
@@ -417,7 +417,7 @@ def test_validation_on_too_little_data_is_refused(store: TokenStore) -> None:
     batches = validation_batches(
         store.source("tiny"), sequence_length=64, num_sequences=1, micro_batch_size=1, layout=LoaderLayout()
     )
-    with pytest.raises(UserError, match="source tiny: 41 tokens make no sequence of sequence_length 64; 65 are needed"):
+    with pytest.raises(UserError, match="source tiny: 41 tokens are fewer than the 65 of one sequence"):
         next(batches)
 
 

@@ -200,5 +200,5 @@ def test_another_packing_is_another_run(write_store: WriteStore) -> None:
     store = write_store({"a": random_documents(60, 12)})
     state = make_loader(store).state_dict()
     concat = TokenLoader(store, sequence_length=LENGTH, global_batch_size=4, micro_batch_size=2, seed=5)
-    with pytest.raises(Exception, match="packing: whole 1 then, concat now"):
+    with pytest.raises(Exception, match="packing: whole 1 before, concat now"):
         concat.load_state_dict(state)

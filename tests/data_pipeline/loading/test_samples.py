@@ -190,7 +190,7 @@ def test_mistakes(make_run: MakeRun, write_store: WriteStore, tmp_path: Path) ->
     run, config = make_run()
     for step in ("0", str(NUM_STEPS + 1)):
         args = arguments(str(run), "--step", step)
-        with pytest.raises(UserError, match=f"--step {step}: .* has the steps 1 … {NUM_STEPS}"):
+        with pytest.raises(UserError, match=f"--step {step}: .* has steps 1 to {NUM_STEPS}"):
             args.run_data(args)
     with pytest.raises(UserError, match=r"no run .*other"):
         run_loader(tmp_path / "other")
@@ -200,5 +200,5 @@ def test_mistakes(make_run: MakeRun, write_store: WriteStore, tmp_path: Path) ->
     manifest.write_text(json.dumps({"store": TokenStore(config.data.store).fingerprint()}))
     run_loader(run)
     manifest.write_text(json.dumps({"store": "another"}))
-    with pytest.raises(UserError, match=r"not the store that .* was trained on .* checkpoints have another"):
+    with pytest.raises(UserError, match=r"not the training data of .* checkpoints have another"):
         run_loader(run)

@@ -114,12 +114,14 @@ def test_other_stores_names_or_weights_are_refused_on_resume(
     make_loader(open_stores(config(stores, {"web": 0.75, "code": 0.25}))).load_state_dict(state)  # only ratios count
     other = write_store({"a": documents(20, 9)}, "other")
     for changed, weights, message in (
-        (stores, {"web": 2, "code": 1}, "weight of code/a: 15750/63000 then"),
+        (stores, {"web": 2, "code": 1}, "weight of code/a: 15750/63000 before"),
         ({"web": stores["web"], "code": other}, {"web": 3, "code": 1}, "source code/a: "),
         ({"web": stores["web"], "c": stores["code"]}, {"web": 3, "c": 1}, "source code/a: .* None now"),
         ({"web": stores["web"]}, {"web": 3}, "source code/a: .* None now"),
     ):
-        with pytest.raises(UserError, match=rf"^web \(.*/web\).*the data is not what this run.*{message}"):
+        with pytest.raises(
+            UserError, match=(rf"^web \(.*/web\).*the data differs from the data of the earlier steps.*{message}")
+        ):
             make_loader(open_stores(config(changed, weights))).load_state_dict(state)
 
 
@@ -157,11 +159,11 @@ def test_stores_that_do_not_go_together_are_named(
     with pytest.raises(UserError, match=r"data\.stores\.x = .*ascii was written with another tokenizer .*stores\.web"):
         SeveralStores({"web": stores["web"].path, "x": tmp_path / "ascii"})
     shutil.copytree(stores["code"].path, tmp_path / "copy")
-    with pytest.raises(UserError, match=r"data\.stores\.again = .*copy holds the same as data\.stores\.code = "):
+    with pytest.raises(UserError, match=r"data\.stores\.again = .*copy has the same content as data\.stores\.code = "):
         SeveralStores({"code": stores["code"].path, "again": tmp_path / "copy"})
-    with pytest.raises(UserError, match="nowhere: no token store there"):
+    with pytest.raises(UserError, match="nowhere: no token store"):
         SeveralStores({"web": stores["web"].path, "x": tmp_path / "nowhere"})
-    with pytest.raises(UserError, match=r"no source 'code/b'; it has web/a, web/b, web/b-validation, code/a"):
+    with pytest.raises(UserError, match=r"no source 'code/b'; use one of web/a, web/b, web/b-validation, code/a"):
         make_loader(open_stores(config(stores)), sources={"code/b": 1.0})
     only = write_store({"v-validation": documents(3, 1)}, "only")
     with pytest.raises(UserError, match=r"only: all its sources \(v-validation\) hold validation data"):

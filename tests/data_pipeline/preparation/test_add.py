@@ -274,7 +274,7 @@ def test_a_run_goes_on_in_the_old_store_and_not_unasked_in_the_new_one(made: Pat
     resumed.load_state_dict(running.state_dict())
     found += [[batch.tokens.tolist() for batch in resumed.next_step()] for _ in range(2)]
     assert found == expected
-    with pytest.raises(UserError, match=r"new: the data is not what this run was trained on \(store: "):
+    with pytest.raises(UserError, match=r"new: the data differs from the data of the earlier steps \(store: "):
         TokenLoader(TokenStore(tmp_path / "new"), **arguments).load_state_dict(running.state_dict())
 
 
@@ -296,7 +296,7 @@ def test_damaged_keys_are_named(made: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[3] ^= 4
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"near/000000: hash .* it is damaged; duplicates of the store's"):
+    with pytest.raises(UserError, match=r"near/000000: hash .* the file is damaged; duplicates of the store's"):
         prepare(corpus(made, "more"), tmp_path / "new", options(tmp_path / "old"))
     assert any("near/000000: hash" in fault for fault in verify_store(tmp_path / "old", lambda *_: None).faults)
     file.write_bytes(content[:-8])
@@ -313,18 +313,18 @@ def test_mistakes(made: Path, tmp_path: Path, byte_tokenizer: TiktokenTokenizer)
     with StoreWriter(tmp_path / "keyless", AsciiTokenizer()) as writer:
         writer.source("a").append(np.arange(9, dtype=np.uint32), num_bytes=9)
         writer.finish({})
-    refused("keyless: it keeps no keys of its documents.*prepare it again", corpus(made, "more"), tmp_path / "keyless")
+    refused("keyless: it stores no keys of its documents.*prepare it again", corpus(made, "more"), tmp_path / "keyless")
     prepare(corpus(made, "more", duplicates={"keep_keys": False}), tmp_path / "lean", options())
     assert not (tmp_path / "lean/document_keys").exists()
-    refused("lean: it keeps no keys", corpus(made, "lines"), tmp_path / "lean")
-    refused("no document is left to add: 0 files read.*; of files that .*old has already, 1", corpus(made, "rest"))
+    refused("lean: it stores no keys", corpus(made, "lines"), tmp_path / "lean")
+    refused("no new document remains: 0 files read.*; 1 files are in .*old already", corpus(made, "rest"))
     refused("near = False, but .*old was prepared with True and True", corpus(made, "more", duplicates={"near": False}))
     bytes_of = tmp_path / "tokenizer"
     bytes_of.mkdir()
     byte_tokenizer.save(bytes_of)
-    refused("tokenizer = .*: .*old has another one", corpus(made, "more", tokenizer=str(tmp_path)))
+    refused("tokenizer = .*: .*old uses another tokenizer", corpus(made, "more", tokenizer=str(tmp_path)))
     refused("classes: .*old has x, y; remove the key", corpus(made, "more", classes=["y", "x"]))
-    refused("weight: .*rest.* of .*old has none in the corpus file", corpus(made, "more", weights={"more": 1.0}))
+    refused("weight: .*rest.* of .*old has no weight in the corpus file", corpus(made, "more", weights={"more": 1.0}))
     table = {**LAYOUT, "sources": {"lines": {"paths": [str(made / "lines")]}}}
     refused("sources.lines.label_field: .*has labels", make_corpus(table, origin=""))
     write_lines(tmp_path / "odd" / "0.jsonl", [text(9000)])

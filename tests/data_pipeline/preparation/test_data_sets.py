@@ -85,7 +85,7 @@ def test_a_saved_data_set_gives_its_rows_in_their_order(save: Save, tmp_path: Pa
         *(f"set/data-00001-of-00002.arrow@{row}" for row in range(2)),
     ]
     (tmp_path / "set" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow is missing, which state\.json lists"):
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow is missing; state\.json lists it"):
         documents_of(tmp_path / "set")
 
 
@@ -117,7 +117,9 @@ def test_splits_on_the_hub_are_not_mixed(tmp_path: Path, train: str, test: str, 
         parquet.write_table(pyarrow.table(ROWS), tmp_path / f"blob{number}")
         (tmp_path / "snapshots" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "snapshots" / name).symlink_to(tmp_path / f"blob{number}")
-    with pytest.raises(UserError, match=r"a data set with the splits \w+, \w+; .* name the one to train on") as refused:
+    with pytest.raises(
+        UserError, match=(r"a data set with the splits \w+, \w+; .* use the path of one split")
+    ) as refused:
         documents_of(tmp_path / "snapshots")
     suggested = str(refused.value).rpartition(" like ")[2]
     assert suggested == str(tmp_path / "snapshots" / example)

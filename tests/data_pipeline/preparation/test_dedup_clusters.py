@@ -158,7 +158,7 @@ def test_damaged_files_are_named(write: Write, tmp_path: Path) -> None:
     ):
         drops([path], "near")
     path.write_bytes(whole[16:] + whole[:16])
-    with pytest.raises(UserError, match="records-0: its records are not in order"):
+    with pytest.raises(UserError, match="records-0: records are not sorted"):
         drops([path], "near")
     with pytest.raises(UserError, match="absent: No such file"):
         drops([tmp_path / "absent"], "near")

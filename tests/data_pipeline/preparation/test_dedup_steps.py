@@ -191,13 +191,13 @@ def test_what_was_emptied_or_cut_is_never_taken_for_a_file_without_keys(tmp_path
     work = write_units(tmp_path / "lost", 200, 10)
     run_steps(work)
     shutil.rmtree(work.path / "duplicates")
-    with pytest.raises(UserError, match="near-0000: it was merged into a file that is no longer there; prepare with"):
+    with pytest.raises(UserError, match="near-0000: merged into a file that no longer exists; prepare with"):
         run_steps(work)
     work = write_units(tmp_path / "cut", 200, 10)
     deduplication.list_key_files(work, "near")
     path = work.entry("units", 3) / "near-0000"
     os.truncate(path, path.stat().st_size - 16 * BANDS)
-    with pytest.raises(UserError, match="000003/near-0000: it has 2016 bytes and had 2240 when all units"):
+    with pytest.raises(UserError, match="000003/near-0000: 2016 bytes instead of 2240"):
         run_steps(work)
 
 
@@ -331,9 +331,9 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
     with KeyFile(path, "near") as file:
         file.take(KEY_SPACE // 2)
         path.write_bytes(path.read_bytes()[:20_000])
-        with pytest.raises(UserError, match="near-0000: it became shorter while it was read"):
+        with pytest.raises(UserError, match="near-0000: truncated while it was read"):
             file.take(KEY_SPACE)
-    with pytest.raises(UserError, match="absent: No such file or directory; a file of near records was expected there"):
+    with pytest.raises(UserError, match="absent: No such file or directory; expected a file of near records"):
         merge_key_files([tmp_path / "near-0000", tmp_path / "absent"], "near", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     path.write_bytes(path.read_bytes()[:16_000])

@@ -232,11 +232,11 @@ def test_a_filter_can_be_sent_to_another_process() -> None:
         ("en", {"size": {"min": -1}}, r"size\.min = -1: must be a number ≥ 0"),
         ("en", {"size": {"min": float("nan")}}, r"size\.min = nan"),
         ("en", {"size": {"min": 10, "max": 5}}, r"size: min 10 is above max 5"),
-        ("en", {"top_ngrams": {"two": 0.1}}, r"top_ngrams\.two: its limits are named by n"),
-        ("en", {"alphanumeric": True}, r"alphanumeric = true: en has no limits for it; set min"),
-        ("en", {"encoded_data": {"run": 5}}, r"encoded_data: it also needs max"),
-        ("en", {"lorem_ipsum": {"min": 1}}, r"lorem_ipsum\.min: it has no limits, only true and false"),
-        ("code", {"mean_word_length": {}}, r"mean_word_length: it also needs min, max"),
+        ("en", {"top_ngrams": {"two": 0.1}}, r"top_ngrams\.two: n must be a number from 1"),
+        ("en", {"alphanumeric": True}, r"alphanumeric = true: en has no default limits; set min"),
+        ("en", {"encoded_data": {"run": 5}}, r"encoded_data: also set max"),
+        ("en", {"lorem_ipsum": {"min": 1}}, r"lorem_ipsum\.min: use true or false; it has no limits"),
+        ("code", {"mean_word_length": {}}, r"mean_word_length: also set min, max"),
     ],
 )
 def test_mistakes_are_named(language: str, overrides: Mapping[str, Any], message: str) -> None:

@@ -67,7 +67,7 @@ def test_a_trained_classifier_is_a_filter(tmp_path: Path, capsys: pytest.Capture
     assert (found["accuracy"], found["auc"]) == ({"good": 1.0, "bad": 1.0}, 1.0)
     again = tmp_path / "again.safetensors"
     assert cli.main(["data", "train-classifier", *given, "--out", str(again), "--bits", "12"]) == 0
-    assert "are told right" in capsys.readouterr().out
+    assert "classified correctly" in capsys.readouterr().out
     assert again.read_bytes() == out.read_bytes()
 
     chain = compose([{"classifier": {"path": str(out)}}], None)
@@ -80,7 +80,7 @@ def test_a_trained_classifier_is_a_filter(tmp_path: Path, capsys: pytest.Capture
     assert strict is not None
     assert strict.judge(texts(GOOD, 1, seed=9)[0]).rule == "classifier.low_score"
     assert cli.main(["data", "train-classifier", *given, "--out", str(out)]) != 0
-    assert f"--out {out}: it exists" in capsys.readouterr().err
+    assert f"--out {out}: the file exists" in capsys.readouterr().err
     few = ["--good", str(tmp_path / "none.jsonl"), *given[2:], "--out", str(tmp_path / "x")]
     (tmp_path / "none.jsonl").write_text("")
     assert cli.main(["data", "train-classifier", *few]) != 0
@@ -95,8 +95,8 @@ def test_a_trained_classifier_is_a_filter(tmp_path: Path, capsys: pytest.Capture
     )
     (tmp_path / "text.safetensors").write_text("no classifier")
     for name, message in (
-        ("other", "no classifier of"),
-        ("odd", "are no classifier's"),
+        ("other", "not a classifier of"),
+        ("odd", "do not fit a classifier"),
         ("text", "cannot read"),
         ("gone", "cannot read"),
     ):

@@ -58,7 +58,7 @@ def test_languages_presets_and_single_rules_are_filters() -> None:
 @pytest.mark.parametrize(
     ("filters", "language", "message"),
     [
-        ({"size": False}, None, r"without a language, whose rules they would change"),
+        ({"size": False}, None, r"the table changes the rules of a language, and none is set"),
         ("gofer", None, r"filter 'gofer': did you mean 'gopher'\?"),
         ([], None, r"must be a table of rules, a filter's name, or a list of both"),
         ([3], None, r"filters: 3: must be a filter's name or a table NAME = options"),
@@ -66,7 +66,7 @@ def test_languages_presets_and_single_rules_are_filters() -> None:
         ([{"c4": {"min_sentences": "x"}}], None, r'filter c4\.min_sentences = "x": '),
         ([{"gopher": {"size": {"min": 3}}}], None, r"filter rule 'size': "),
         ([{"gopher": 3}], None, r"filter gopher = 3: must be a table"),
-        ([{"size": True}, {"xml": True}], None, r"filter rule xml = true: en has no limits for it"),
+        ([{"size": True}, {"xml": True}], None, r"filter rule xml = true: en has no default limits"),
     ],
 )
 def test_mistakes_are_named(filters: Any, language: str | None, message: str) -> None:

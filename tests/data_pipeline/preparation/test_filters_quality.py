@@ -40,7 +40,7 @@ def test_languages_are_told_apart() -> None:
     above = {"languages": {"keep": [language], "min_probability": probability + 0.001}}
     assert judged([above], "a port").rule == "languages.uncertain"
     assert judged([above], "a port").score == probability
-    with pytest.raises(UserError, match=r'no language "english" can be told; use some of .*en'):
+    with pytest.raises(UserError, match=r'language "english" cannot be detected; use some of .*en'):
         judged([{"languages": ["english"]}], ENGLISH)
 
 
@@ -131,7 +131,7 @@ def test_a_preparation_accounts_for_all_of_it(tmp_path: Path, byte_tokenizer: Ti
         ("decontaminate.harbour", texts[2]),
     ]
     assert removed[1]["score"] == len(ENGLISH.split()) - 12
-    with pytest.raises(UserError, match=r"--keep-removed .*removed: it exists"):
+    with pytest.raises(UserError, match=r"--keep-removed .*removed: the directory exists"):
         prepare(corpus, tmp_path / "other", options)
     assert not (tmp_path / "other.work").exists()
     # Another evaluation set is another corpus; a missing one is said before anything is written.

@@ -341,5 +341,7 @@ def test_a_source_says_its_format() -> None:
     corpus = make_corpus({"sources": {"a": {"paths": ["x"], "format": "json"}}}, origin="c.toml")
     assert corpus.read_options("a").format == "json"
     assert corpus.sources["a"].suffixes == [".json", ".json.gz", ".json.zst", ".json.bz2"]
-    with pytest.raises(UserError, match=r'sources\.a\.format: "jsn" is no format; there are text, jsonl, json, csv'):
+    with pytest.raises(
+        UserError, match=(r'sources\.a\.format: "jsn" is not a format; use one of text, jsonl, json, csv')
+    ):
         make_corpus({"sources": {"a": {"paths": ["x"], "format": "jsn"}}}, origin="c.toml")

@@ -401,7 +401,7 @@ def resume(corpus: Path, out: Path, **options: Any) -> dict[str, Any]:
 def test_another_corpus_is_refused_by_key_until_restart(corpus: Path, interrupted: Path) -> None:
     corpus.write_text(CORPUS.replace("validation = 0.1", "validation = 0.2").replace("min = 3", "min = 4"))
     before = finished_units(interrupted)
-    with pytest.raises(UserError, match="holds part of another store") as caught:
+    with pytest.raises(UserError, match="holds part of a different store") as caught:
         resume(corpus, interrupted)
     assert "corpus.validation: 0.1 → 0.2" in str(caught.value)
     assert "corpus.sources.lines.filters.size.min: 3 → 4" in str(caught.value)
@@ -425,7 +425,7 @@ def test_another_tokenizer_or_other_files_are_refused(corpus: Path, interrupted:
     other = TiktokenTokenizer(name="other", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300})
     other.save(tmp_path / "bytes/tokenizer")
     (tmp_path / "texts/00.txt").write_text("changed")
-    with pytest.raises(UserError, match="holds part of another store") as caught:
+    with pytest.raises(UserError, match="holds part of a different store") as caught:
         resume(corpus, interrupted)
     assert "tokenizer: " in str(caught.value)
     assert "files: " in str(caught.value)
@@ -473,7 +473,7 @@ def test_files_of_another_origin_are_never_touched(corpus: Path, tmp_path: Path)
     (tmp_path / "store.work").mkdir()
     (tmp_path / "store.work" / "thesis.txt").write_text("years of work")
     for restart in (False, True):
-        with pytest.raises(UserError, match=r"store\.work: .* holds thesis\.txt; move that away"):
+        with pytest.raises(UserError, match=r"store\.work: .* contains thesis\.txt; move that file"):
             resume(corpus, tmp_path / "store", restart=restart)
     assert [path.name for path in (tmp_path / "store.work").iterdir()] == ["thesis.txt"]
 

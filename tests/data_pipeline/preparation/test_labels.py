@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "truth": ({"topic": True}, r"the class is true; it must be"),
     "lines": ({"topic": "a\nb"}, r'the class is "a\\nb"; it must be .* printable'),
     "half a character": ({"topic": "\ud800"}, r"the class is .*printable"),
-    "none of the list": ({"topic": "chess"}, r"the class chess is none of classes = art, sport; add it there"),
+    "none of the list": ({"topic": "chess"}, r"the class chess is not in classes = art, sport; add it there"),
 }
 
 
@@ -217,8 +217,8 @@ def test_a_text_file_has_no_class(tmp_path: Path, corpus: dict[str, Any]) -> Non
     ("keys", "message"),
     [
         ({"classes": ["a"]}, r"classes, but no source has a label_field"),
-        ({"classes": ["a", "a"], "label_field": "x"}, r'classes: "a" is there twice'),
-        ({"classes": [1, "1"], "label_field": "x"}, r'classes: "1" is there twice'),
+        ({"classes": ["a", "a"], "label_field": "x"}, r'classes: "a" is listed twice'),
+        ({"classes": [1, "1"], "label_field": "x"}, r'classes: "1" is listed twice'),
         ({"classes": ["a", ""], "label_field": "x"}, r'classes: "" must be a whole number, or a string'),
         ({"classes": [], "label_field": "x"}, r"classes = \[\]: must be .*, not empty"),
         ({"classes": [True], "label_field": "x"}, r"classes"),

@@ -457,7 +457,7 @@ def test_a_corpus_with_nothing_in_it_says_what_was_seen(tmp_path: Path, byte_tok
     (corpus / "empty.txt").write_text("")
     table: dict[str, Any] = {"tokenizer": byte_tokens} if tokenizer == "given" else {}
     table |= {"sources": {"a": {"paths": [str(corpus)], "language": "en"}}}
-    with pytest.raises(UserError, match="no document is left to train on: ") as caught:
+    with pytest.raises(UserError, match="no training document remains: ") as caught:
         prepare(make_corpus(table, origin="test"), tmp_path / "store")
     for words in ("2 files read", "1 × no text in the field", "1 × line is not", "1 × size", "1 × empty document"):
         assert words in str(caught.value)
@@ -471,7 +471,7 @@ def test_a_corpus_without_a_file_to_read_is_empty(tmp_path: Path, byte_tokens: s
     for path in (tmp_path / "corpus", tmp_path / "corpus" / "a.pdf"):
         table: dict[str, Any] = {"tokenizer": byte_tokens} if tokenizer == "given" else {}
         table |= {"sources": {"a": {"paths": [str(path)]}}}
-        with pytest.raises(UserError, match=r"no document is left to train on: 0 files read, 1 × .*a\.pdf"):
+        with pytest.raises(UserError, match=r"no training document remains: 0 files read, 1 × .*a\.pdf"):
             prepare(make_corpus(table, origin="test"), tmp_path / "store")
     assert not (tmp_path / "store.work").exists()
 

@@ -112,7 +112,7 @@ def test_s3_gives_what_the_same_files_give_here(bucket: Any, tmp_path: Path) -> 
     assert same.counts == problems.counts == {OTHER_KIND: 1}
     assert [name for name, _ in read_all("s3://texts/corpus/*.jsonl")[0]][:1] == ["a.jsonl@0"]
     assert len(read_all("s3://texts/corpus/*.jsonl*")[0]) == 600
-    with pytest.raises(UserError, match=r"s3://texts/none: nothing is there"):
+    with pytest.raises(UserError, match=r"s3://texts/none: it does not exist"):
         read_all("s3://texts/none")
     with pytest.raises(UserError, match=r"s3://nobucket/x: "):
         read_all("s3://nobucket/x")
@@ -148,7 +148,7 @@ def test_what_fails_for_good_is_refused_when_listed_and_counted_when_read(web: s
     with pytest.raises(UserError, match=r"none\.jsonl: the server has no such file$"):
         read_all(f"{web}/none.jsonl")
     assert Failing.requests <= 3  # not asked for again
-    with pytest.raises(UserError, match=r"/: a server's directories cannot be listed; name its files"):
+    with pytest.raises(UserError, match=r"/: directories of a server cannot be listed; list its files"):
         read_all(f"{web}/")
     problems, options = Problems(), ReadOptions()
     (file,) = FileLister(problems).files([f"{web}/d.jsonl"])

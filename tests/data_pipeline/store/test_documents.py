@@ -60,7 +60,7 @@ def test_masks_and_arrays_come_back_and_plain_zarr_reads_them(
     text = store.source("text")
     assert (text.has_loss_mask, text.document_arrays, text.origin(0)) == (False, {}, None)
     assert text.loss_mask(3, 9).tolist() == [1] * 6
-    with pytest.raises(UserError, match="source text: no array 'label' of its documents; it has none"):
+    with pytest.raises(UserError, match="source text: no document array 'label'; it has none"):
         text.document_values("label", 0, 1)
 
 

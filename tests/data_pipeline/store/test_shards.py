@@ -141,7 +141,7 @@ def test_a_shard_that_is_cut_while_open_is_named(tmp_path: Path) -> None:
     array = ShardedArray(damaged_array(tmp_path))
     array.read(0, 100)
     os.truncate(tmp_path / "c" / "1", 40)
-    with pytest.raises(UserError, match=r"c/1: it ends at byte 40"):
+    with pytest.raises(UserError, match=r"c/1: ends at byte 40"):
         array.read(0, 100)
 
 

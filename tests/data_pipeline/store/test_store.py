@@ -247,12 +247,12 @@ def test_a_limit_on_file_size_is_met_like_a_full_disk(
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     (tmp_path / "file").write_text("")
     writer = StoreWriter(tmp_path / "file" / "store", byte_tokenizer)
-    with pytest.raises(UserError, match=r"file/store: .*file cannot be made"), writer:
+    with pytest.raises(UserError, match=r"file/store: cannot create .*file"), writer:
         pytest.fail("the writer began")
 
 
 def test_a_missing_store(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no token store there"):
+    with pytest.raises(UserError, match="nowhere: no token store"):
         TokenStore(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no zarr\.json"):
         TokenStore(tmp_path)
@@ -274,7 +274,7 @@ def test_a_missing_store(tmp_path: Path) -> None:
         (lambda path: edit_attributes(path, format="other"), r"store/zarr\.json: format 'other'"),
         (lambda path: edit_attributes(path, format_version=9), r"store/zarr\.json: format version 9, .* reads 1 to 2"),
         (lambda path: edit_attributes(path, tokenizer={}), r"store/zarr\.json: damaged attributes"),
-        (lambda path: edit_attributes(path / "code", tokens=7), r"code/tokens: \d+ values, its source says 7"),
+        (lambda path: edit_attributes(path / "code", tokens=7), r"code/tokens: \d+ values instead of 7"),
         (lambda path: edit_attributes(path / "code", documents=2), r"code/doc_ends: 3 values, .* says 2"),
         (lambda path: edit_attributes(path / "code", bytes=None), r"code/zarr\.json: damaged attributes"),
         (
@@ -343,5 +343,5 @@ def set_last_end(source: Path, end: int) -> None:
 
 
 def test_an_unknown_source_names_the_known_ones(write_store: WriteStore) -> None:
-    with pytest.raises(UserError, match="no source 'prose'; it has code, text, text-validation"):
+    with pytest.raises(UserError, match="no source 'prose'; use one of code, text, text-validation"):
         write_store(DOCUMENTS).source("prose")

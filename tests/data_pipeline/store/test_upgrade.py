@@ -136,7 +136,9 @@ def test_a_damaged_store_is_not_upgraded(old: Path, tmp_path: Path, in_place: bo
     shard = old / "old" / "tokens" / "c" / "1"
     shard.write_bytes(shard.read_bytes().replace(b"d", b"e", 1))
     before = content(old)
-    with pytest.raises(UserError, match=r"old: not whole, so it stays as it is: .*old/tokens/c/1: content hash"):
+    with pytest.raises(
+        UserError, match=(r"old: the store is damaged and does not change: .*old/tokens/c/1: content hash")
+    ):
         upgrade_store(old, silent, out=None if in_place else tmp_path / "new")
     assert content(old) == before
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
@@ -150,7 +152,7 @@ def test_a_store_that_changes_meanwhile_is_not_upgraded(old: Path, monkeypatch: 
         if step == "hash blocks" and not done:
             shard.write_bytes(shard.read_bytes().replace(b"d", b"e", 1))
 
-    with pytest.raises(UserError, match="tokens/c/0: it changed while the store was upgraded; the store stays"):
+    with pytest.raises(UserError, match="tokens/c/0: the file changed during the upgrade; the store does not"):
         upgrade_store(old, change_then_report)
     assert not TokenStore(old).is_checked
     assert not (old / "old" / "hashes").exists()

@@ -93,12 +93,12 @@ CODE = [EOT, *range(60), EOT, *range(100), EOT, 7]
 @pytest.mark.parametrize(
     ("array", "values", "message"),
     [
-        ("tokens", [*CODE[:70], 257, *CODE[71:]], "token 70 is 257, ids end at 256"),
-        ("tokens", [*CODE[:70], EOT, *CODE[71:]], "token 70 begins a document or is end of text, but not both"),
-        ("tokens", [9, *CODE[1:]], "token 0 begins a document or is end of text, but not both"),
-        ("doc_ends", [61, 61, 164], "document 1 ends at 61, the one before at 61"),
-        ("doc_ends", [162, 61, 164], "document 1 ends at 61, the one before at 162"),
-        ("doc_ends", [60, 162, 164], "token 60 begins a document or is end of text, but not both"),
+        ("tokens", [*CODE[:70], 257, *CODE[71:]], "token 70 is 257, the last id is 256"),
+        ("tokens", [*CODE[:70], EOT, *CODE[71:]], "token 70 is a document start or end of text, but not both"),
+        ("tokens", [9, *CODE[1:]], "token 0 is a document start or end of text, but not both"),
+        ("doc_ends", [61, 61, 164], "document 1 ends at 61, the previous document at 61"),
+        ("doc_ends", [162, 61, 164], "document 1 ends at 61, the previous document at 162"),
+        ("doc_ends", [60, 162, 164], "token 60 is a document start or end of text, but not both"),
         ("doc_ends", [61, 162, 163], "the last document ends at 163 of 164 tokens"),
     ],
 )
@@ -122,11 +122,14 @@ def swap_two_tokens(ranks: Path) -> None:
     ("damage", "message"),
     [
         (lambda store: (store / "code/tokens/c/1").unlink(), "code/tokens/c/1: No such file or directory"),
-        (lambda store: (store / "code/tokens/c/9").write_bytes(b""), "code/tokens/c/9: not a shard of this store"),
+        (
+            lambda store: (store / "code/tokens/c/9").write_bytes(b""),
+            "code/tokens/c/9: does not belong to a shard of this store",
+        ),
         (lambda store: (store / "code/zarr.json").unlink(), "code/zarr.json: No such file"),
         (
             lambda store: edit_source(store, "code", content_hash="00"),
-            "content_hash 00 is not that of its shard_hashes",
+            "content_hash 00 does not match its shard_hashes",
         ),
         (lambda store: edit_source(store, "code", shard_hashes={}), "code/zarr.json: damaged attributes"),
         (lambda store: (store / "tokenizer/ranks.tiktoken").write_bytes(b"YQ== 0\n"), "no rank for the byte 0x00"),
@@ -156,7 +159,7 @@ def test_the_command_says_whole_or_names_what_is_not(store: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 99}, "format version 99, this lightscale reads 1 to 2"),
+        ({"format_version": 99}, "format version 99, this version of lightscale reads 1 to 2"),
         ({"format": "other"}, "format 'other'"),
     ],
 )

@@ -55,7 +55,7 @@ def test_while_it_agrees_the_fast_encoder_encodes(byte_tokenizer: TiktokenTokeni
     assert checked.num_compared == 7 + 8  # the texts at the beginning, and of 500 the least number
     assert same(checked.encode_batch(TEXTS * 4), byte_tokenizer.encode_batch(TEXTS * 4))
     assert checked.num_compared == 7 + 8 + 20  # 1 in 100 of 2000
-    assert fast_path_notes(checked) == ["fast 1.0 encodes; a sample of every batch agreed with bytes"]
+    assert fast_path_notes(checked) == ["fast 1.0 encodes; a sample of every batch matched bytes"]
     same_things = ("name", "vocab_size", "eot_id", "sha256")
     assert [getattr(checked, name) for name in same_things] == [getattr(byte_tokenizer, name) for name in same_things]
     assert checked.decode(checked.encode("a字")) == "a字"
@@ -69,7 +69,7 @@ def test_while_it_agrees_the_fast_encoder_encodes(byte_tokenizer: TiktokenTokeni
     [
         ("one token", "it differed in a document of"),
         ("longer", "it differed in a document of"),
-        ("short", "it gave 499 results for 500 documents"),
+        ("short", "it returned 499 results for 500 documents"),
         ("raises", "it failed (RuntimeError('no more'))"),
     ],
 )
@@ -82,7 +82,7 @@ def test_at_the_first_difference_it_is_off(byte_tokenizer: TiktokenTokenizer, fa
     assert same(checked.encode_batch(TEXTS), expected)
     assert encoder.num_calls == 2  # never asked again
     (line,) = fast_path_notes(checked)
-    assert line.startswith(f"fast 1.0 is off, bytes encodes: {note}")
+    assert line.startswith(f"fast 1.0 is disabled, bytes encodes: {note}")
 
 
 def test_an_encoder_that_is_wrong_from_the_beginning_never_encodes(byte_tokenizer: TiktokenTokenizer) -> None:
@@ -91,7 +91,7 @@ def test_an_encoder_that_is_wrong_from_the_beginning_never_encodes(byte_tokenize
         return [np.array(one, dtype=np.uint32) for one in ids]
 
     checked = CheckedTokenizer(byte_tokenizer, forged, "fast 1.0")
-    assert " is off" in fast_path_notes(checked)[0]
+    assert " is disabled" in fast_path_notes(checked)[0]
     assert checked.encode_batch(["<|endoftext|>"])[0].max() < 256
 
 

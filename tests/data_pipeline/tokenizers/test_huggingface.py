@@ -100,7 +100,7 @@ def test_a_file_is_found_by_its_ending(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(path)
     assert tokenizer.eot_id == 1
     path.write_text("{}")
-    with pytest.raises(UserError, match=r"other\.json: not a tokenizer file of Hugging Face"):
+    with pytest.raises(UserError, match=r"other\.json: not a Hugging Face tokenizer file"):
         load_tokenizer(path)
 
 
@@ -114,11 +114,11 @@ def test_the_end_of_text_is_part_of_the_identity() -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (lambda: train(special=["<pad>"]), r"x: no special token <\|endoftext\|> or .* it has <pad>"),
-        (lambda: train(special=[]), "it has none"),
+        (lambda: train(special=["<pad>"]), r"x: no special token <\|endoftext\|> or .* special tokens: <pad>"),
+        (lambda: train(special=[]), "special tokens: none"),
         (lambda: train(hf.normalizers.Lowercase()), "x: the tokenizer loses text"),
         (lambda: train(hf.normalizers.NFKC()), "x: the tokenizer loses text"),
-        (lambda: b"\xff", "x: not a tokenizer file"),
+        (lambda: b"\xff", "x: not a Hugging Face tokenizer file"),
     ],
 )
 def test_what_cannot_be_used_is_refused(file: Callable[[], bytes], message: str) -> None:
@@ -137,7 +137,7 @@ def test_a_vocabulary_whose_special_tokens_can_be_spelled_is_refused() -> None:
     pieces = [["</s>", -0.1], *[[chr(code), -5.0] for code in range(256)]]
     description["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
     description["pre_tokenizer"] = None
-    with pytest.raises(UserError, match="x: a text that spells </s> becomes that special token"):
+    with pytest.raises(UserError, match="x: a text that spells </s> encodes to that special token"):
         HuggingFaceTokenizer(json.dumps(description).encode(), origin="x")
 
 

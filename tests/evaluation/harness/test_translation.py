@@ -200,7 +200,7 @@ def test_a_name_of_lm_eval_is_a_task(some_tasks: Path) -> None:
     (found,) = find_tasks([str(some_tasks / "mine.toml")], some_tasks)
     with pytest.raises(UserError, match=r"mine: lm-eval 0\.4\.13 has no task 'tow'; did you mean two\?"):
         found.check(None)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"secnd: no task is called that; did you mean second\?"):
+    with pytest.raises(UserError, match=r"secnd: unknown task; did you mean second\?"):
         find_tasks(["secnd"], some_tasks)
 
 
@@ -214,7 +214,7 @@ def test_another_version_is_refused(some_tasks: Path) -> None:
 def test_a_missing_file_is_named_with_what_makes_it(some_tasks: Path) -> None:
     (some_tasks / "mine.toml").write_text('kind = "csr"\nlm_eval = "0.4.13"\n')
     (found,) = find_tasks([str(some_tasks / "mine.toml")], some_tasks)
-    with pytest.raises(UserError, match=r"csr/boolq\.jsonl is not there.*tools/benchmark_data\.py"):
+    with pytest.raises(UserError, match=r"csr/boolq\.jsonl is missing.*tools/benchmark_data\.py"):
         found.check(None)  # type: ignore[arg-type]
 
 
@@ -224,6 +224,6 @@ def test_without_lm_eval_it_says_how_to_install_it(tmp_path: Path, monkeypatch: 
     (found,) = find_tasks(["csr"], tmp_path)
     with pytest.raises(UserError, match=r"pip install 'lightscale\[eval\]'"):
         found.check(None)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"no task is called that.*pip install 'lightscale\[eval\]'"):
+    with pytest.raises(UserError, match=r"unknown task.*pip install 'lightscale\[eval\]'"):
         find_tasks(["hellaswag"], tmp_path)
     assert INSTALL == "pip install 'lightscale[eval]'"

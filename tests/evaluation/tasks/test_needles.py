@@ -234,14 +234,14 @@ def test_presets_have_the_lengths_and_depths_of_the_paper(tmp_path: Path) -> Non
 
 
 BAD = {
-    "lengths = [600, 300]": "must rise",
+    "lengths = [600, 300]": "use ascending lengths",
     "lengths = []": "lengths",
     'mode = "hard"': "mode",
-    'answer = " It is {value}."': "must have {key} and then {value}",
-    'answer = " {value} of {key}."': "must have {key} and then {value}",
-    'keys = ["New York"]': "keys: must be single words",
-    'words = ["a", "a", "b"]': "words: must be single words, each once",
-    'words = ["a", "b", "c", "d"]': "4 of them are too few",
+    'answer = " It is {value}."': "must contain {key} and then {value}",
+    'answer = " {value} of {key}."': "must contain {key} and then {value}",
+    'keys = ["New York"]': "keys: use single words",
+    'words = ["a", "a", "b"]': "words: use single words, each once",
+    'words = ["a", "b", "c", "d"]': "4 words are too few",
     "depth_ratio = 0.5": "depth_ratio",
     "success = 1.5": "success",
     "sample = 2": "did you mean samples?",

@@ -129,11 +129,11 @@ def test_f1(answer: str, references: list[str], expected: float) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"names": ["qasper", "squad"]}, r"data_sets: 'squad' is none of gov_report, .*contract_nli"),
-        ({"names": ["qasper", "qasper"]}, "names one twice"),
+        ({"names": ["qasper", "squad"]}, r"data_sets: 'squad' is not one of gov_report, .*contract_nli"),
+        ({"names": ["qasper", "qasper"]}, "lists a data set twice"),
         ({"context": 0}, "context = 0: must be"),
-        ({"context": 100}, r"context = 100: an answer of qasper alone may have 128 tokens"),
-        ({"path": "nowhere"}, r"nowhere/qasper/validation.jsonl: there is no such file, and nothing is downloaded: "),
+        ({"context": 100}, r"context = 100: an answer of qasper alone can have 128 tokens"),
+        ({"path": "nowhere"}, r"nowhere/qasper/validation.jsonl: no such file; lightscale downloads nothing: "),
     ],
 )
 def test_what_is_refused(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any], says: str) -> None:
@@ -152,5 +152,5 @@ def test_without_rouge_it_says_how_to_install_it(
     folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"gov_report is judged by the package rouge-score.*lightscale\[eval\]"):
+    with pytest.raises(UserError, match=r"gov_report needs the package rouge-score.*lightscale\[eval\]"):
         task_of(folder, ["gov_report"]).check(tokenizer)

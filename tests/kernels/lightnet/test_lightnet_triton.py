@@ -514,7 +514,7 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None]) -> None:
     default_backend("triton")
     assert choose_backend("lightnet", x) == "triton"
     assert choose_backend("lightnet", x, "reference") == "reference"
-    with pytest.raises(UserError, match=r"computes fp16, bf16 and fp32, not torch\.float64"):
+    with pytest.raises(UserError, match=r"supports fp16, bf16 and fp32, not torch\.float64"):
         choose_backend("lightnet", x.double())
 
 

@@ -163,5 +163,5 @@ def empty_like(state: Any) -> Any:
 
 def test_what_triton_does_not_compute_is_refused() -> None:
     x = torch.ones(1, 3, 1, 16, dtype=torch.float64)
-    with pytest.raises(UserError, match=r"lightnet_noncausal: backend 'triton' computes fp16, bf16 and fp32"):
+    with pytest.raises(UserError, match=r"lightnet_noncausal: backend 'triton' supports fp16, bf16 and fp32"):
         lightnet_noncausal(x, x, x, backend="triton")

@@ -375,7 +375,7 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None], monkeypat
     default_backend("triton")
     assert choose_backend("lightning", x) == "triton"
     assert choose_backend("lightning", x, "reference") == "reference"
-    with pytest.raises(UserError, match=r"computes fp16, bf16 and fp32, not torch\.float64"):
+    with pytest.raises(UserError, match=r"supports fp16, bf16 and fp32, not torch\.float64"):
         choose_backend("lightning", x.double())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UserError, match="'triton' needs a GPU, but the inputs are on cpu"):

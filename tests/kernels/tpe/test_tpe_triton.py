@@ -275,5 +275,5 @@ def test_choice_of_the_backend(by_triton: None) -> None:
     assert choose_backend("tpe", x, "chunked") == "chunked"
     set_default_backend("auto")
     assert choose_backend("tpe", x) == "chunked"
-    with pytest.raises(UserError, match=r"backend 'triton' computes fp16, bf16 and fp32, not torch.float64"):
+    with pytest.raises(UserError, match=r"backend 'triton' supports fp16, bf16 and fp32, not torch.float64"):
         choose_backend("tpe", x.double(), "triton")

@@ -336,7 +336,7 @@ def test_a_directory_that_is_not_shared_is_named(
     assert failures(results) == [("shared directory", [1])]
     report = results[0][1]
     (result,) = [one for one in report["findings"] if one["result"] == "failed"]
-    assert result["found"] == f"{tmp_path}/runs is another directory than that of the other ranks"
+    assert result["found"] == f"{tmp_path}/runs is a different directory than on the other ranks"
     assert report["exclude"] == ["node1"]
     assert list((tmp_path / "runs").iterdir()) == [], "nothing is left there"
 

@@ -140,8 +140,8 @@ def test_the_convolution_is_pytorchs_and_stays_in_documents() -> None:
             ["decay=fixed", "input_gate=true"],
             r'needs a decay from the input, not decay = "fixed"; use decay = "sigmoid"',
         ),
-        (["initial_decay=0"], r"a decay is a sigmoid, which is never 0; use 0\.5"),
-        (["short_convolution=1"], r"short_convolution = 1 sees the token alone; use 2 or more, or 0"),
+        (["initial_decay=0"], r"a sigmoid is never 0; use 0\.5"),
+        (["short_convolution=1"], r"short_convolution = 1 covers only the token itself; use at least 2, or 0"),
         (["gate_rank=8"], r'gate_rank = 8 needs output = "gated", not "plain"'),
         (["decay=scalar"], r'decay = "scalar".*"sigmoid"'),
     ],
@@ -155,6 +155,6 @@ def test_what_does_not_fit_is_refused(words: list[str], message: str) -> None:
 
 def test_rotations_need_pairs() -> None:
     words = ["model.hidden_size=60", "model.num_heads=4"]
-    with pytest.raises(UserError, match=r'positions = "rope" turns channels in pairs, .* give heads of 15; .* = 64'):
+    with pytest.raises(UserError, match=r'positions = "rope" rotates channels in pairs, .* give heads of 15; .* = 64'):
         check_mixers(load(ROOT / "configs" / "retnet-like-tiny.toml", words).model, ParallelConfig())
     assert math.isclose(load(ROOT / "configs" / "mamba2-like-tiny.toml", words).model.head_dim, 15)

@@ -219,7 +219,7 @@ def test_layers_are_those_of_published_models(run_ranks: RunRanks) -> None:
 
 def test_heads_that_do_not_share_out_are_refused() -> None:
     model = model_of("gated-delta-net", {"num_value_heads": 7})
-    with pytest.raises(UserError, match=r"num_value_heads = 7 is no multiple of model\.num_heads = 3; use 6"):
+    with pytest.raises(UserError, match=r"num_value_heads = 7 is not a multiple of model\.num_heads = 3; use 6"):
         check_mixers(model, ParallelConfig())
-    with pytest.raises(ValueError, match="short_convolution = 1 sees the token alone"):
+    with pytest.raises(ValueError, match="short_convolution = 1 covers only the token itself"):
         model_of("delta-net", {"short_convolution": 1})

@@ -107,7 +107,7 @@ def test_features_are_rounded_once(kind: str) -> None:
             ["model.mixer_options.lion-s.feature_map=none"],
             r"divides by sums that may be 0 or negative; use scale = fal",
         ),
-        (["model.mixer_options.lion-s.initial_decay=0"], r"a decay is a sigmoid, which is never 0; use 0\.5"),
+        (["model.mixer_options.lion-s.initial_decay=0"], r"a sigmoid is never 0; use 0\.5"),
         (["model.mixer_options.lion-s.initial_decay=1"], r"initial_decay = 1: must be a number >= 0 and < 1"),
         (
             ["model.mixer_options.lion-s.vector_decay=true", "model.mixer_options.lion-s.input_gate=true"],

@@ -40,7 +40,7 @@ def test_pairs_are_trained_alike_and_drawn(
     assert bench_in_process.main(words) == 0
     (path,) = tmp_path.glob("convert_*.json")
     figures: dict[str, Any] = json.loads(path.read_text())
-    assert figures["verdict"]["missed"] == ["tnl, seed 1: converted is not ahead after 2048 tokens"]
+    assert figures["verdict"]["missed"] == ["tnl, seed 1: the converted model is not ahead after 2048 tokens"]
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert [(one["mixer"], one["start"]) for one in figures["runs"]] == [
         (mixer, start) for mixer in ("tnl", "hgrn2") for start in ("converted", "from nothing")

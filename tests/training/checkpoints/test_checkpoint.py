@@ -204,7 +204,7 @@ def keep_what_is_there(scene: Scene) -> None:
     assert saver.save(scene.engine, step=2, common={}, facts={"tokens": 2}).path == target
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
     message = scene.refusal(lambda: saver.save(scene.engine, step=2, common={}, facts={"tokens": 3}), SaveError)
-    assert f"{target} is a whole checkpoint of another state (tokens: 2 in it, 3 now)" in message
+    assert f"{target} is an intact checkpoint of another state (tokens: 2 in the checkpoint, 3 now)" in message
     assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in target.iterdir()} == before
     for name in (".bad", ".bad1"):
         dist.barrier(group=scene.control)

@@ -80,12 +80,12 @@ def test_the_files_are_safetensors(run: RunDirectory) -> None:
 
 
 def test_verify_names_the_damaged_file(run: RunDirectory, command: Command) -> None:
-    assert command("verify", str(run.path))[:2] == (0, "step 20: whole\nstep 40: whole\n")
+    assert command("verify", str(run.path))[:2] == (0, "step 20: intact\nstep 40: intact\n")
     path = damage(run, 20)
     code, text, _ = command("verify", str(run.path))
     assert code == 1
     assert f"step 20: {path}: expected xxh3-128 " in text
-    assert "step 40: whole" in text
+    assert "step 40: intact" in text
     assert command("verify", f"{run.path}@40")[0] == 0
     code, text, _ = command("verify", str(run.path), "--json")
     assert [row["damage"] is None for row in json.loads(text)["checkpoints"]] == [False, True]
@@ -113,9 +113,9 @@ def test_prune(run: RunDirectory, command: Command) -> None:
     for step in (5, 10):
         shutil.copytree(run.checkpoints / directory_name(20), run.checkpoints / directory_name(step))
     # Copies under other names are no good checkpoints.
-    assert command("prune", str(run.path), "--keep", "3")[1].startswith("nothing removed: only 2 of the checkpoints")
+    assert command("prune", str(run.path), "--keep", "3")[1].startswith("nothing removed: only 2 checkpoints")
     code, text, _ = command("prune", str(run.path), "--dry-run", "--keep-every", "10")
-    assert (code, text) == (0, "would be removed: 5; the newest whole ones: 20, 40\n")
+    assert (code, text) == (0, "would be removed: 5; newest intact checkpoints: 20, 40\n")
     assert list_steps(run.checkpoints) == [5, 10, 20, 40]
     stored = load(run.config)
     exporting = stored.checkpoint.model_copy(update={"export_every": 5})
@@ -137,7 +137,7 @@ def test_a_run_that_a_job_holds_is_not_pruned(run: RunDirectory, command: Comman
         assert f"{run.path} is in use by process" in errors
         assert command("prune", str(run.path), "--dry-run")[:2] == (
             0,
-            "would be removed: 10; the newest whole ones: 20, 40\n",
+            "would be removed: 10; newest intact checkpoints: 20, 40\n",
         )
     assert list_steps(run.checkpoints) == [10, 20, 40]
     assert command("prune", str(run.path))[0] == 0

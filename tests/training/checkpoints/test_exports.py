@@ -104,7 +104,7 @@ def test_a_failing_export_is_reported_and_not_waited_for(run: RunDirectory, caps
     assert read_lines(run.events)[0]["reason"] == "no such luck"
     said = capsys.readouterr().err
     assert "WARNING: the export of step 4 failed: no such luck; training continues\n" in said
-    assert "step 8 failed: no such luck; training continues, without exports until it is started again\n" in said
+    assert "step 8 failed: no such luck; training continues without exports until the next start\n" in said
     assert list_steps(run.exports) == []
 
 

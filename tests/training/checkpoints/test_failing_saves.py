@@ -129,9 +129,9 @@ def test_a_full_disk_in_a_run(
     failed = events(run, "checkpoint_failed")
     assert [(event["step"], event["in_a_row"]) for event in failed] == [(17, 1), (25, 2), (33, 3)]
     for event in failed:
-        assert "no space for a checkpoint: it needs" in event["reason"], event
+        assert "not enough space for a checkpoint: it needs" in event["reason"], event
     assert text.splitlines()[-1].startswith(
-        "error: cannot write full/checkpoints/step-00000032: no space for a checkpoint"
+        "error: cannot write full/checkpoints/step-00000032: not enough space for a checkpoint"
     )
     assert again == 0, text_again
     assert "resuming after step 8 from" in text_again

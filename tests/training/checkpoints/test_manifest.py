@@ -117,7 +117,7 @@ def test_files_that_are_gone_cut_short_grown_emptied_or_swapped(directory: Path)
 
 def test_a_directory_without_manifest_was_not_finished(directory: Path) -> None:
     (directory / NAME).unlink()
-    with pytest.raises(DamagedCheckpoint, match="is missing: the checkpoint was not finished"):
+    with pytest.raises(DamagedCheckpoint, match="is missing: the checkpoint is unfinished"):
         read_manifest(directory)
 
 

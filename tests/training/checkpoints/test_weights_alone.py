@@ -74,7 +74,7 @@ def save_both(rank: int, world_size: int, init_method: str, folder: str) -> None
         # A run continues from full ones; whoever evaluates has the newest weights.
         restored = checkpoints.restore(engine)
         assert restored is not None and restored.step == 2
-        with pytest.raises(UserError, match="step-00000003-weights has the weights alone; a run continues from"):
+        with pytest.raises(UserError, match="step-00000003-weights has only weights; resuming also needs"):
             checkpoints.restore(engine, step=3)
         restored = checkpoints.restore(engine, weights_only=True)
         assert restored is not None and restored.path.name == directory_name(3, "weights")
@@ -159,7 +159,7 @@ def test_a_kill_within_a_save_of_weights_leaves_nothing(run_ranks: RunRanks, tmp
     shutil.rmtree(directory / directory_name(1))
     (directory / directory_name(2, "weights")).rename(directory / directory_name(2))
     (message,) = run_ranks(resume_from_renamed, 1, str(directory))
-    assert "holds weights alone, without the moments of the optimizer" in message
+    assert "holds only weights, without optimizer moments" in message
 
 
 def test_files_are_dealt_by_size() -> None:
@@ -247,8 +247,8 @@ def test_the_command_understands_them(
     damaged = run / "checkpoints" / directory_name(8, "weights") / "rank-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     code, text = command("verify", str(run))
-    assert code == 1 and f"step 8 (weights): {damaged}: expected" in text and "step 40: whole" in text
-    assert command("verify", f"{run}@16-weights") == (0, "step 16 (weights): whole\n")
+    assert code == 1 and f"step 8 (weights): {damaged}: expected" in text and "step 40: intact" in text
+    assert command("verify", f"{run}@16-weights") == (0, "step 16 (weights): intact\n")
     assert command("prune", str(run))[0] == 0
     assert len(list_steps(run / "checkpoints", "weights")) == 5
     assert (

@@ -49,11 +49,11 @@ class KeyFile:
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; a file of {kind} records was expected there") from error
+            raise UserError(f"{path}: {error.strerror}; expected a file of {kind} records") from error
         self.num_bytes = num_bytes = path.stat().st_size
         if size is not None and num_bytes != size:
             self._file.close()
-            raise UserError(f"{path}: it has {num_bytes} bytes and had {size} when all units were finished")
+            raise UserError(f"{path}: {num_bytes} bytes instead of {size}: it changed after all units were finished")
         if num_bytes % self._dtype.itemsize:
             self._file.close()
             raise UserError(
@@ -101,7 +101,7 @@ class KeyFile:
         records, self._ahead = ahead[:place], ahead[place:]
         keys = records["high"]
         if len(keys) and (int(keys[0]) < self._last_key or int(keys[-1]) >= stop or np.any(keys[1:] < keys[:-1])):
-            raise UserError(f"{self._path}: its records are not in order; the file is damaged, prepare with --restart")
+            raise UserError(f"{self._path}: records are not sorted; the file is damaged; prepare with --restart")
         self._last_key = int(keys[-1]) if len(keys) else self._last_key
         return records
 
@@ -115,7 +115,7 @@ class KeyFile:
             # Less than was asked for where that is more than 2 GiB.
             parts.append(os.pread(self._file.fileno(), left, offset))
             if not parts[-1]:
-                raise UserError(f"{self._path}: it became shorter while it was read; prepare with --restart")
+                raise UserError(f"{self._path}: truncated while it was read; prepare with --restart")
             offset, left = offset + len(parts[-1]), left - len(parts[-1])
         return np.frombuffer(b"".join(parts), dtype=self._dtype)
 

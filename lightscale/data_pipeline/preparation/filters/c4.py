@@ -23,13 +23,13 @@ class C4Filter(Section):
     """Limits of C4's filter; a document that it keeps has only the lines that pass, without spaces around them."""
 
     terminal_punctuation: bool = True
-    """Take out lines that do not end with . ? ! or a quotation mark, or end with an ellipsis."""
+    """Remove lines that do not end with . ? ! or a quotation mark, or end with an ellipsis."""
     min_words: CountOrZero = 3
-    """Take out lines of fewer words between spaces."""
+    """Remove lines with fewer words, separated by spaces."""
     max_word_length: CountOrZero = 1000
-    """Take out lines with a longer word."""
+    """Remove lines with a longer word."""
     min_sentences: CountOrZero = 5
-    """Drop documents with fewer sentences in the lines that are left."""
+    """Drop documents with fewer sentences in the remaining lines."""
 
     def judge(self, text: str) -> Judgement:
         """See ``Step``."""

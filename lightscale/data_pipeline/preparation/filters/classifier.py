@@ -39,7 +39,7 @@ class ClassifierFilter(FileSection):
     path: str
     """The classifier's file."""
     min: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Drop documents of a lower probability to be good."""
+    """Drop documents with a lower probability of being good."""
 
     def files(self) -> list[str]:
         """See ``FileSection``."""
@@ -119,13 +119,13 @@ def _loaded(path: str) -> tuple[NDArray[np.float32], float]:
         with safe_open(path, framework="numpy") as file:
             form = _form(file.metadata() or {})
             if form != FORM:
-                raise UserError(f"{path}: no classifier of `lightscale data train-classifier` (form: {form})")
+                raise UserError(f"{path}: not a classifier of `lightscale data train-classifier` (form: {form})")
             weights, bias = file.get_tensor("weights"), file.get_tensor("bias")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot read the classifier: {error}") from error
     size = len(weights)
     if weights.ndim != 1 or bias.shape != (1,) or size & (size - 1) or not 2 <= size <= 2**MOST_BITS:
-        raise UserError(f"{path}: weights of shape {weights.shape} are no classifier's; train it again")
+        raise UserError(f"{path}: weights of shape {weights.shape} do not fit a classifier; train it again")
     return weights, float(bias[0])
 
 

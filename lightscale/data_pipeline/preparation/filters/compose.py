@@ -104,7 +104,10 @@ def compose(filters: Any, language: str | None) -> Chain | None:
         return None if language is None else Chain([("", make_filter(language))])
     if isinstance(filters, Mapping):
         if language is None:
-            raise UserError(f"filters = {shown_value(filters)} without a language, whose rules they would change")
+            raise UserError(
+                f"filters = {shown_value(filters)}: the table changes the rules of a language, and none is set; set "
+                f"language"
+            )
         return Chain([("", make_filter(language, filters))])
     return Chain([_step(name, options, language) for name, options in _listed(filters)])
 

@@ -33,9 +33,9 @@ class ContaminationFilter(FileSection):
     sets: Annotated[dict[str, str], Field(min_length=1, max_length=MOST_ENTRIES)]
     """Files of the sets, by name: every string in records of .jsonl, .jsonl.gz and .json; other files as one text."""
     n: Annotated[int, Field(ge=2, le=100)] = 13
-    """Consecutive words that are taken for a part. Strings of fewer words are not looked for."""
+    """Number of consecutive words to compare. Strings of fewer words are not compared."""
     min_ngrams: Count = 1
-    """Drop documents with so many n-grams of one set."""
+    """Drop documents with at least this many n-grams of one set."""
 
     def files(self) -> list[str]:
         """See ``FileSection``."""
@@ -96,7 +96,7 @@ def _texts(path: Path) -> Iterator[str]:
             try:
                 yield from _strings(json.loads(line))
             except ValueError as error:
-                raise UserError(f"{path}: line {number} of the evaluation set is no JSON: {error}") from error
+                raise UserError(f"{path}: line {number} of the evaluation set is not JSON: {error}") from error
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -97,7 +97,7 @@ def make_filter(name: str, overrides: Mapping[str, Any] | None = None) -> Filter
 
 def _with_defaults(rule: Rule[Any], name: str, defaults: Mapping[str, Limits]) -> Limits:
     if rule.limits and rule.name not in defaults:
-        raise UserError(f"filter rule {rule.name} = true: {name} has no limits for it; set {_names(rule)}")
+        raise UserError(f"filter rule {rule.name} = true: {name} has no default limits; set {_names(rule)}")
     return defaults.get(rule.name, {})
 
 
@@ -106,7 +106,7 @@ def _changed(rule: Rule[Any], limits: Limits, choice: Mapping[str, Any]) -> Limi
         key = f"filter rule {rule.name}.{name}"
         if rule.limits == N_GRAMS:
             if not (name.isascii() and name.isdigit() and 1 <= int(name) <= _MAX_N):
-                raise UserError(f"{key}: its limits are named by n; use a number from 1 to {_MAX_N}")
+                raise UserError(f"{key}: n must be a number from 1 to {_MAX_N}")
         elif name not in rule.limits:
             raise UserError(f"{key}: {nearest(name, rule.limits)}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MAX_LIMIT:
@@ -115,20 +115,20 @@ def _changed(rule: Rule[Any], limits: Limits, choice: Mapping[str, Any]) -> Limi
     missing = [name for name in rule.limits if rule.limits != N_GRAMS and name not in changed]
     one_is_enough = set(rule.limits) == {"min", "max"} and changed
     if rule.limits and not one_is_enough and (missing or not changed):
-        raise UserError(f"filter rule {rule.name}: it also needs {', '.join(missing or rule.limits)}")
+        raise UserError(f"filter rule {rule.name}: also set {', '.join(missing or rule.limits)}")
     if changed.get("min", 0) > changed.get("max", math.inf):
         raise UserError(f"filter rule {rule.name}: min {changed['min']} is above max {changed['max']}")
     return changed
 
 
 def _names(rule: Rule[Any]) -> str:
-    return ", ".join(rule.limits) if rule.limits else "it has none"
+    return ", ".join(rule.limits) if rule.limits else "it has no limits"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """What to write in place of ``name``."""
     known = list(known)
     if not known:
-        return "it has no limits, only true and false"
+        return "use true or false; it has no limits"
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"

@@ -33,7 +33,7 @@ class LanguageFilter(FileSection):
     keep: Annotated[list[str], Field(min_length=1, max_length=MOST_ENTRIES)]
     """Codes of ISO 639-1: "en", "zh"."""
     min_probability: ZeroToOne = 0.65
-    """Drop a text whose most likely language has less; FineWeb's limit."""
+    """Minimum probability of the most likely language; the limit of FineWeb."""
 
     def files(self) -> list[str]:
         """See ``FileSection``: another model decides otherwise."""
@@ -60,7 +60,9 @@ def _check(keep: tuple[str, ...]) -> None:
     """Not with the corpus file: the model takes seconds to load."""
     known = sorted(set(_identifier()[0].nb_classes))
     if wrong := [code for code in keep if code not in known]:
-        raise UserError(f'filter languages.keep: no language "{wrong[0]}" can be told; use some of {", ".join(known)}')
+        raise UserError(
+            f'filter languages.keep: language "{wrong[0]}" cannot be detected; use some of {", ".join(known)}'
+        )
 
 
 def language_of(text: str) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""What a format is, and what all formats say alike of documents that have no text or too much."""
+"""Interface of input formats, and the common messages for documents with no text or too much text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -141,7 +141,7 @@ def id_text(value: Any) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of ``error`` without line ends."""
+    """Text of ``error`` on one line."""
     return " ".join(str(error).split())
 
 

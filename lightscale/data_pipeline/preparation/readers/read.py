@@ -55,7 +55,7 @@ def read(
         status = file.path.stat()
         # The plan was made for the file as it was: ranges of another file would begin in the middle of anything.
         if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-            was = f"{status.st_size} bytes, {file.size_bytes} when it was listed"
+            was = f"{status.st_size} bytes, {file.size_bytes} when the corpus was listed"
             problems.add(CHANGED, f"{file.id}: {was}", file=file)
             return
         if part is None or part.opened is None:

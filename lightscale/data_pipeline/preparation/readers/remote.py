@@ -55,7 +55,7 @@ class RemotePath:
         system = _system(self.url)
         info = _retried(self.url, lambda: system.info(self.url))
         if info.get("size") is None:
-            raise OSError("the server does not say how long it is")
+            raise OSError("the server does not report its length")
         version = info.get("ETag") or info.get("LastModified") or ""
         return RemoteStatus(
             st_size=int(info["size"]),
@@ -112,7 +112,7 @@ class _Parts(io.RawIOBase):
         def part() -> bytes:
             found: bytes = system.cat_file(self._url, start=begin, end=end)
             if len(found) != end - begin:
-                raise OSError(f"the server gave {len(found)} bytes of {end - begin}")
+                raise OSError(f"the server sent {len(found)} bytes of {end - begin}")
             return found
 
         out[: end - begin] = _retried(self._url, part)
@@ -133,7 +133,7 @@ def list_files(entry: str) -> Iterator[tuple[str, RemotePath]]:
     try:
         if entry.startswith("http"):
             if entry.endswith("/"):
-                raise UserError(f"{entry}: a server's directories cannot be listed; name its files")
+                raise UserError(f"{entry}: directories of a server cannot be listed; list its files")
             yield RemotePath(entry).name, RemotePath(entry)
             return
         system = _system(entry)
@@ -148,7 +148,7 @@ def list_files(entry: str) -> Iterator[tuple[str, RemotePath]]:
     except OSError as error:
         raise UserError(f"{entry}: {error}") from error
     if not names:
-        raise UserError(f"{entry}: nothing is there")
+        raise UserError(f"{entry}: it does not exist")
     for name, key in names:
         yield name, RemotePath(f"s3://{key}")
 

@@ -58,7 +58,7 @@ class Csv(InputFormat):
                         if document is not None:
                             yield document
             except (_TooLong, csv.Error) as error:
-                advice = "it and what follows are skipped; is a quote missing?"
+                advice = "this record and the rest of the file are skipped; check for a missing quote"
                 reading.problems.add(TOO_LONG, f"{file.id}@{feed.begin}: {error}; {advice}")
 
 

@@ -90,7 +90,7 @@ def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
             return FORMATS[kind]
     if name.endswith((*PACKED_SUFFIXES, *_OTHER_PACKED_SUFFIXES)):
         names = ", ".join(kind for kind, entry in FORMATS.items() if entry.is_stream)
-        return f"of compressed files {names} are read, as {', '.join(PACKED_SUFFIXES)}; or say which by format"
+        return f"compressed files can be {names}, with suffix {', '.join(PACKED_SUFFIXES)}; or set format"
     if name.endswith(_OTHER_SUFFIXES):
-        return f'none of {", ".join(FORMATS)}; write its documents as one of them, or say format = "text"'
+        return f'none of {", ".join(FORMATS)}; convert it to one of them, or set format = "text"'
     return FORMATS[TEXT]

@@ -129,7 +129,7 @@ def _extractor(file: SourceFile) -> Callable[[bytes | str], str | None]:
         extract: Callable[[bytes | str], str | None] = importlib.import_module("trafilatura").extract
     except ImportError as error:
         raise UserError(
-            f"{file.path}: it has pages in HTML; trafilatura is needed to find their texts ({one_line(error)}); "
+            f"{file.path}: it has HTML pages; trafilatura is needed to extract their text ({one_line(error)}); "
             "pip install 'lightscale[web]'"
         ) from error
     return extract

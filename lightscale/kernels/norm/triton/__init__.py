@@ -59,7 +59,7 @@ def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:
 def _launch(x: Tensor) -> _Launch:
     D = x.shape[-1]
     width = triton.next_power_of_2(D)
-    assert D <= WIDEST, "wider rows are computed by PyTorch's operators"
+    assert D <= WIDEST, "PyTorch operators compute wider rows"
     tile = {"ROWS": max(1, _TILE // width), "BLOCK": width, "num_warps": 4}
     return _Launch(x.numel() // D, x.shape[-2] if x.dim() == 3 else 1, D, tile)
 
