@@ -1,4 +1,4 @@
-"""Errors that the user can correct: the command line prints them without a traceback."""
+"""Errors that the user can correct: the command line prints them without a traceback. And words of messages."""
 
 
 class UserError(ValueError):
@@ -9,6 +9,11 @@ class UserError(ValueError):
     """
 
     EXIT_CODE = 78
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: "1 rank", "2 ranks", "1,024 processes"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 Record = Mapping[str, Any]
@@ -126,16 +126,12 @@ class Goodput:
         if self.effective_time_ratio is None or self.checkpoint_stall_share is None:
             return "goodput: no step has run yet"
         mean = "" if self.mean_restart_s is None else f" ({duration(self.mean_restart_s)} on average)"
-        back = f", {self.rollbacks:,} rollback{_plural(self.rollbacks)}" if self.rollbacks else ""
+        back = f", {counted(self.rollbacks, 'rollback')}" if self.rollbacks else ""
         return (
             f"goodput {self.effective_time_ratio:.1%}: {self.steps:,} steps kept, {self.lost_steps:,} lost, "
-            f"{self.skipped_steps:,} skipped; {self.restarts:,} restart{_plural(self.restarts)}{mean}{back}; "
+            f"{self.skipped_steps:,} skipped; {counted(self.restarts, 'restart')}{mean}{back}; "
             f"checkpoints stall {self.checkpoint_stall_share:.2%}"
         )
-
-
-def _plural(count: int) -> str:
-    return "" if count == 1 else "s"
 
 
 def duration(seconds: float) -> str:

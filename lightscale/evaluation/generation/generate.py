@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.evaluation.generation.prompt_file import PromptText
 from lightscale.evaluation.generation.request import GenerationRequest
 from lightscale.evaluation.inference.generate import Continuation, TextGenerator, in_order
@@ -80,9 +80,9 @@ class Writer:
             else:
                 self._show(f"--- {number} of {total} ---\n{record['prompt']}{record['text']}\n")
         took_s = time.perf_counter() - started_s
-        texts = f"{total:,} text{'' if total == 1 else 's'}"
-        self._say(f"{texts}, {num_tokens:,} tokens in {took_s:.2f} s ({num_tokens / took_s:.0f} tokens/s), "
-                  f"from {self.loaded.checkpoint}")  # fmt: skip
+        speed = f"{num_tokens / took_s:.0f} tokens/s"
+        tokens = f"{num_tokens:,} tokens in {took_s:.2f} s ({speed})"
+        self._say(f"{counted(total, 'text')}, {tokens}, from {self.loaded.checkpoint}")
 
     def _records(self) -> Iterator[Record]:
         """Of the prompts in their order, on every rank; as they are found where no data ranks share them."""
@@ -187,6 +187,6 @@ def _summary(one: Continuation, started_s: float) -> str:
     """For people."""
     if not one.ids:
         return "the model ended the text immediately"
-    count = f"{len(one.ids)} token{'' if len(one.ids) == 1 else 's'} in {one.times_s[-1] - started_s:.2f} s"
+    count = f"{counted(len(one.ids), 'token')} in {one.times_s[-1] - started_s:.2f} s"
     speed = _tokens_per_s(one.times_s)
     return count if speed is None else f"{count} ({speed:.0f} tokens/s after the prompt)"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.whole_files import whole_file
+from lightscale.errors import counted
 from lightscale.evaluation.inference.predictions import Predictor
 from lightscale.evaluation.inference.requests import Ids
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
@@ -62,8 +63,7 @@ class PredictionWriter:
                     if out is not None:
                         out.write(self._shown({**self._named(document), **found}))
         took_s, count = time.perf_counter() - started_s, len(self.asked.documents)
-        documents = f"{count:,} document{'' if count == 1 else 's'}"
-        self._say(f"{documents}, {tokens:,} tokens in {took_s:.2f} s, from {self.loaded.checkpoint}"
+        self._say(f"{counted(count, 'document')}, {tokens:,} tokens in {took_s:.2f} s, from {self.loaded.checkpoint}"
                   + (f"; wrote {self.asked.out}" if self.asked.out else ""))  # fmt: skip
 
     def _output(self, stack: ExitStack) -> TextIO | None:

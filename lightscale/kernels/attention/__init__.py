@@ -1,4 +1,6 @@
-"""Softmax attention within the documents of packed rows; README.md in this folder has the two ways it is computed."""
+"""Softmax attention within the documents of packed rows; docs/reference/operators/attention.md has the two ways it is
+computed.
+"""
 
 from lightscale.kernels.attention.documents import (
     DocumentAttention,

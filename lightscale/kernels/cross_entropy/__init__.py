@@ -1,7 +1,7 @@
 """The loss of a linear output layer over a large vocabulary, without ever holding all logits.
 
 -log softmax(hidden weightᵀ)[label] per token, over chunks of tokens; the rows of the vocabulary may be split over
-ranks, and some of them be padding. README.md in this folder has the mathematics and what it costs.
+ranks, and some of them be padding. docs/reference/operators/cross-entropy.md has the mathematics and what it costs.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 S_t = diag(f_t) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Gated Linear Attention, arXiv 2312.06635,
 Eq. 3; Qin et al., HGRN2, arXiv 2404.07904, where k = 1 - f). ``gla`` is the operator; sequence parallelism and
-generation are built from the passes beside it. README.md in this folder has the mathematics.
+generation are built from the passes beside it. docs/reference/operators/gla.md has the mathematics.
 """
 
 from torch import Tensor

@@ -15,7 +15,7 @@ from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.gla.decays import LOG_ZERO, GLADecays, Sums, chunk_sums
 
 # Elements of one operand of a chunk batch: 0.25 MiB in fp32, because the states of the batch, K / C times as
-# large, must stay in the cache too (README.md, "What was tried").
+# large, must stay in the cache too (docs/reference/operators/gla.md, "What was tried").
 _BATCH_ELEMENTS = 2**16
 
 # A batch has at least this many tokens of each row, because the backward keeps one state per batch.

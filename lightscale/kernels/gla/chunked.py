@@ -1,8 +1,8 @@
 """Gated linear attention in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
-The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
-Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside, everything is fp32, or fp64
-for fp64 inputs; outputs and gradients have the dtype of their inputs.
+The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in
+docs/reference/operators/gla.md. Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside,
+everything is fp32, or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from lightscale.kernels.common.states import Arriving, arrived, state_dtype, sta
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
 # Tokens of a chunk. Short, because a chunk takes the slower form by halves once a channel forgets more than e^-60 in
-# it: with 32 tokens an average decay of 0.15 in one channel is enough (README.md, "What was tried").
+# it: with 32 tokens an average decay of 0.15 in one channel is enough (docs/reference/operators/gla.md, "What was
+# tried").
 DEFAULT_CHUNK_SIZE = 16
 
 
@@ -174,7 +175,7 @@ def _batch_gradients(
     dk_leaving = batch.outgoing_(v @ dstates[1:].mT).mul_(decays.after)
     dv.add_(batch.outgoing_(k_out @ dstates[1:]))
     # Before dk gets its part through the state that leaves: of that part a decay meets what was written before it, of
-    # all others what is behind it (README.md, "dlog_decay").
+    # all others what is behind it (docs/reference/operators/gla.md, "dlog_decay").
     inside = (q * dq).addcmul_(k, dk, value=-1)
     dk.add_(dk_leaving)
     dlog_decay = batch.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])

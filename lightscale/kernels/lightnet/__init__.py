@@ -2,8 +2,8 @@
 
 z_t = logaddexp(z_{t-1}, k_t), k̄_t = exp(k_t - z_t), S_t = diag(1 - k̄_t) S_{t-1} + φ(k̄_t) v_tᵀ, o_t = S_tᵀ φ(q_t)
 (LightNet, equation 7; φ is LRPE, or nothing). ``lightnet_attention`` is the operator, ``lightnet_noncausal`` its form
-over whole documents; sequence parallelism and generation are built from the passes beside them. README.md in
-this folder has the mathematics.
+over whole documents; sequence parallelism and generation are built from the passes beside them.
+docs/reference/operators/lightnet.md has the mathematics.
 """
 
 from torch import Tensor

@@ -1,8 +1,8 @@
 """LightNet's operator in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
-The mathematics, with the derivation of the backward, is in README.md here. Names of shapes: B rows, T tokens,
-H heads, K key width, V value width, R rows of the state: K, or 2K with angles. Inside, everything is fp32, or
-fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
+The mathematics, with the derivation of the backward, is in docs/reference/operators/lightnet.md. Names of shapes: B
+rows, T tokens, H heads, K key width, V value width, R rows of the state: K, or 2K with angles. Inside, everything is
+fp32, or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""The gradient of z of the state that enters a row, in a form in which nothing cancels (README.md, "Backward").
+"""The gradient of z of the state that enters a row, in a form in which nothing cancels
+(docs/reference/operators/lightnet.md, "Backward").
 
 It is asked for where an initial state is learned or differentiated, not in training: what passes between ranks is
 (U, R). Names of shapes: B rows, T tokens, H heads, K key width, V value width, R rows of the state: K, or 2K with

@@ -2,7 +2,7 @@
 
 S_t = λ_h S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Qin et al., TransNormerLLM, arXiv 2307.14995; Lightning
 Attention-2, arXiv 2401.04658). ``lightning_attention`` is the operator; sequence parallelism and generation
-are built from the passes beside it. README.md in this folder has the mathematics.
+are built from the passes beside it. docs/reference/operators/lightning.md has the mathematics.
 """
 
 import inspect

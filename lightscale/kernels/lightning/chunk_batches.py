@@ -17,7 +17,7 @@ from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import state_dtype
 
 # Elements of one operand of a chunk batch: 0.5 MiB in fp32, so that a batch's operands stay in the
-# second-level cache (README.md, "What was tried").
+# second-level cache (docs/reference/operators/lightning.md, "What was tried").
 _BATCH_ELEMENTS = 2**17
 
 

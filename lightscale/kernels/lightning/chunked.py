@@ -1,9 +1,9 @@
 """Lightning attention in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
-The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
-Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width of the features of q and k: 2K with
-angles, which spread them where they are read, else K. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
-gradients have the dtype of their inputs.
+The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in
+docs/reference/operators/lightning.md. Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width
+of the features of q and k: 2K with angles, which spread them where they are read, else K. Inside, everything is fp32,
+or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import Arriving, arrived, state_dtype, state_or_zeros, without_autocast
 from lightscale.kernels.lightning.chunk_batches import LightningDecays, chunk_batches
 
-# Tokens of a chunk: products inside it grow with its length, states to keep fall with it (README.md, "What was tried").
+# Tokens of a chunk: products inside it grow with its length, states to keep fall with it
+# (docs/reference/operators/lightning.md, "What was tried").
 DEFAULT_CHUNK_SIZE = 64
 
 # Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in head-major order.

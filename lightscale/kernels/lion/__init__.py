@@ -3,7 +3,7 @@
 Y = scale(Q Kᵀ ⊙ M) V, M_ij the product of the decays between the tokens i and j, 1 on the diagonal, and scale the
 division of each row by its sum, after the mask (equations 20 to 25). LION-LIT has no decay, LION-RetNet one per head,
 LION-S one per head and token. ``lion`` is the operator; sequence parallelism is built from the passes beside it.
-README.md in this folder has the mathematics.
+docs/reference/operators/lion.md has the mathematics.
 """
 
 from torch import Tensor

@@ -1,8 +1,9 @@
 """LION in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
-The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here.
-Names of shapes: B rows, T tokens, H heads, K key width, V value width, W = V + 1 with the normaliser's column, else V.
-Inside, everything is fp32, or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
+The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in
+docs/reference/operators/lion.md. Names of shapes: B rows, T tokens, H heads, K key width, V value width, W = V + 1 with
+the normaliser's column, else V. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and gradients have the
+dtype of their inputs.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from lightscale.kernels.lion.chunk_batches import (
 )
 from lightscale.kernels.lion.state import Gate, LionOutputs, LionState
 
-# Tokens of a chunk: products inside it grow with its length, states to keep fall with it (README.md, "What was tried").
+# Tokens of a chunk: products inside it grow with its length, states to keep fall with it
+# (docs/reference/operators/lion.md, "What was tried").
 DEFAULT_CHUNK_SIZE = 64
 
 # Tokens that one product of state_fwd and state_bwd sums over; bounds the copy in head-major order.

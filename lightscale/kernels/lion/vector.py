@@ -8,7 +8,7 @@ is by channel, as the code beside the equation has it, which scales the tensor o
 There are no kernels of its own. A scan that decays channels of values, S_t = diag(a_t) S_{t-1} + v_t k_tᵀ, is that of
 ``../gla`` with keys and values exchanged; but it is read along the keys, y_t = S_t q_t, as in ``../gla`` only the
 gradient of the queries is. So each of its passes is one of ``gla``'s, forward along the row and along its mirror image;
-README.md in this folder has the table.
+docs/reference/operators/lion.md has the table.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 Σ_s e^{a_t + b_s} = e^{a_t + z_t} (CausalRN, "Linear-Time Sequence Modeling with MLPs", equation 9), so that a state is
 one number per channel. ``log_sum`` is causal, ``log_sum_whole`` reads all of a document; sequence parallelism and
-generation are built from the passes beside them. README.md in this folder has the mathematics.
+generation are built from the passes beside them. docs/reference/operators/log-sum.md has the mathematics.
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
 """RMS norm with an optional weight and an optional gate: y = x / sqrt(mean(x²) + eps) ⊙ weight ⊙ activation(gate).
 
 Without weight it is TransNormerLLM's SRMSNorm. The gate is what gated mixers multiply their normalised output with;
-here it costs no pass of its own. README.md in this folder has the mathematics.
+here it costs no pass of its own. docs/reference/operators/norm.md has the mathematics.
 """
 
 from collections.abc import Callable

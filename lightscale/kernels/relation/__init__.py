@@ -1,7 +1,7 @@
 """Relation networks of all pairs, o_i = Σ_j ψ(LN(a_i + b_j)): the quadratic form of CausalRN and BiRN.
 
 (CausalRN, "Linear-Time Sequence Modeling with MLPs", equation 8, with the norm of section 3.4.) Time grows with the
-square of the length, memory with the length. README.md in this folder has the mathematics.
+square of the length, memory with the length. docs/reference/operators/relation.md has the mathematics.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The scan of Toeplitz positional encoding: a causal convolution per channel, by a sum of decaying modes.
 
 u_t[c, r] = λ_r u_{t-1}[c, r] + x_t[c] and y_t[c] = Σ_r γ[c, r] u_t[c, r] (LightNet, equation 11). ``tpe_scan`` is the
-operator; sequence parallelism and generation are built from the passes beside it. README.md in this folder has the
-mathematics.
+operator; sequence parallelism and generation are built from the passes beside it. docs/reference/operators/tpe.md has
+the mathematics.
 """
 
 import torch

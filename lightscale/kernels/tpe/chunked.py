@@ -1,7 +1,7 @@
 """The scan of Toeplitz positional encoding in chunks with a hand-written backward, in passes for sequence parallelism.
 
-The mathematics, with the derivation of the backward, is in README.md here. Names of shapes: B rows, T tokens,
-D channels, E modes, N chunks of C slots. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
+The mathematics, with the derivation of the backward, is in docs/reference/operators/tpe.md. Names of shapes: B rows, T
+tokens, D channels, E modes, N chunks of C slots. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
 gradients have the dtype of their inputs. Channels are independent and computed in slices of W, so that what is
 held beside inputs and outputs does not grow with D.
 """

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.launch.commands.checks import WrongUse, num_gpus
 
 _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_.]+=.*", re.ASCII)
@@ -73,7 +73,7 @@ def start_ranks(command: ModuleType, words: Sequence[str], *, config: RunConfig,
         command.preload()
     nodes = ThisMachine(functools.partial(_forked_rank, command)) if forks else ThisMachine()
     logs = Path(tempfile.mkdtemp(prefix=f"lightscale-{command.NAME}-"))
-    print(f"starting {processes} ranks", file=sys.stderr, flush=True)
+    print(f"starting {counted(processes, 'rank')}", file=sys.stderr, flush=True)
     launch = nodes.launch_ranks(
         [*_command_line(command), *words],
         processes=processes,

@@ -19,7 +19,7 @@ from lightscale.config.files import load
 from lightscale.config.layout import Layout, check_layout
 from lightscale.config.schedulers import default_scheduler
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.launch.commands import by_hand
 from lightscale.launch.commands.checks import (
     allowed_changes,
@@ -167,7 +167,7 @@ def _launch_all(args: argparse.Namespace, directory: RunDirectory, deadline_s: f
     resume = _command_line(args, directory)
     os.environ[COMMAND_VARIABLE] = resume
     job = None if args.scheduler is None else job_id()
-    print(f"starting {processes * nodes.num_nodes} ranks", file=sys.stderr, flush=True)
+    print(f"starting {counted(processes * nodes.num_nodes, 'rank')}", file=sys.stderr, flush=True)
     if isinstance(nodes, ThisMachine) and nodes.forks:
         _preload(config)
     # By the launcher, over all restarts: between two starts of the ranks no other job can take the run.

@@ -20,7 +20,7 @@ from lightscale.config.arguments import add_config, add_overrides
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.planning.commands import failures, scaling, trace
 from lightscale.planning.memory import assumptions
 from lightscale.planning.plan import Parameters, RunPlan, StateExchangeSize, plan
@@ -109,7 +109,7 @@ def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
     console = Console(highlight=False, markup=False, width=max(Console().width, 110))
     layout = planned.layout
     axes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "pipeline", "sequence", "data"))
-    console.print(f"{path} on {_plural(layout.world_size, 'process', 'processes')}: {axes}\n")
+    console.print(f"{path} on {counted(layout.world_size, 'process', 'processes')}: {axes}\n")
     console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters, config.model)))
     console.print(_table(("training FLOPs per step", "", ""), _flops_lines(planned)))
     lines = [("tokens per step", planned.tokens_per_step), ("steps", planned.steps), ("tokens", planned.tokens)]
@@ -270,7 +270,3 @@ def _study_cells(row: StudyRow) -> list[str]:
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.3f}"
-
-
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"

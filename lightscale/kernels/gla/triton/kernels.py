@@ -4,7 +4,8 @@
 
 A row is cut into chunks of CHUNK tokens; a split is some whole chunks that one program goes through in turn. Names of
 shapes: B rows, T tokens, H heads, N chunks, S splits, C tokens of a chunk. All arithmetic is fp32; half-precision
-operands go to the tensor cores as they are. README.md here has the mathematics, the tiling and the counts.
+operands go to the tensor cores as they are. docs/reference/operators/gla.md has the mathematics, the tiling and the
+counts.
 
 ``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one, so
 that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its

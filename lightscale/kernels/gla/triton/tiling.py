@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of gated linear attention; ../README.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of gated linear attention; docs/reference/operators/gla.md, "Tiling", says why."""
 
 from dataclasses import dataclass
 from typing import Any

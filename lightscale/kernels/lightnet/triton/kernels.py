@@ -5,7 +5,7 @@
 A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens; a split is some whole chunks that one
 program goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S splits, K key width, V value
 width, R rows of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z
-inside a chunk, in fp32. README.md here has the mathematics, the tiling and the counts.
+inside a chunk, in fp32. docs/reference/operators/lightnet.md has the mathematics, the tiling and the counts.
 
 ``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one.
 ``edges`` (B, H, N, 3, K) fp32 has, for each chunk and channel, its base (the largest key, or what entered), and z of

@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of LightNet's operator; ../README.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of LightNet's operator; docs/reference/operators/lightnet.md, "Tiling", says why."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of lightning attention; ../README.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of lightning attention; docs/reference/operators/lightning.md, "Tiling", says why."""
 
 from dataclasses import dataclass
 from typing import Any

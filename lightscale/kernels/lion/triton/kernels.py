@@ -3,7 +3,7 @@
 A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens. Names of shapes: B rows, T tokens, H
 heads, N chunks, S splits, W = V + 1 with the normaliser's column. x and y are what is multiplied per pair of tokens, y
 and z what states are made of. All arithmetic is fp32; half-precision operands go to the tensor cores as they are.
-../README.md has the mathematics, and that of lightning attention the tiling.
+docs/reference/operators/lion.md has the mathematics, and that of lightning attention the tiling.
 
 ``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one.
 ``sums`` (B or 1, H, 2, T) are the sums of log decays from each chunk's start, in two parts; see
