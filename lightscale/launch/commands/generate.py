@@ -122,7 +122,7 @@ def _start(args: argparse.Namespace) -> int:
     processes = num_processes(config, args.processes or config.parallel.tensor)
     _check_ranks(asked, processes)
     if asked.goes_beyond:
-        print(f"texts above {asked.context:,} tokens are longer than the training sequences", file=sys.stderr)
+        print(f"texts longer than {asked.context:,} tokens exceed the training sequences", file=sys.stderr)
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     if processes > 1:
         return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
