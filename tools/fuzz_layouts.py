@@ -6,12 +6,14 @@
 
 A case is a configuration drawn from the schema (``layout_fuzzing/drawing.py``) that validation takes, and a layout of 2
 to 4 ranks. In fp64 three steps of gradients and plain descent are compared with one process: loss, all gradients,
-weights, and the parameters that ``lightscale plan`` counts. In fp32 three steps of the optimizer leave copies equal,
-and one process resumes a checkpoint of them. Of models that write text, prompts in pieces, token by token, and by the
-export's plain form have the logits of the whole. A failing case is shrunk, option by option and rank by rank.
+weights, and the parameters that ``lightscale plan`` counts. In fp32 three steps of the optimizer leave copies equal and
+hold the bytes of the plan; one process, and as many ranks on other axes, resume a checkpoint of them. Of models that
+write text, prompts in pieces, token by token, and by the export's plain form have the logits of the whole; an import of
+that form has the weights. A failing case is shrunk, option by option and rank by rank.
 """
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -32,8 +34,15 @@ from layout_fuzzing.stores import write_stores
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 
-_JOBS = ("reference", "compare", "optimize", "resume", "follow")
-_LIMITS = {"compare": FP64_LIMIT, "follow": FP64_LIMIT, "optimize": FP32_LIMIT, "resume": FP32_LIMIT}
+_LIMITS = {
+    "reference": FP64_LIMIT,
+    "compare": FP64_LIMIT,
+    "optimize": FP32_LIMIT,
+    "resume": FP32_LIMIT,
+    "move": FP32_LIMIT,
+    "follow": FP64_LIMIT,
+}
+"""Of errors, by the jobs in their order."""
 
 
 def draw_valid(drawer: Drawer, stores: str) -> tuple[Drawn, int]:
@@ -52,10 +61,13 @@ def failures(pool: RankPool, drawn: Drawn, stores: str) -> list[str]:
     """What is wrong in a case, a line each; none where all is well."""
     found = []
     with tempfile.TemporaryDirectory(prefix="fuzz-case-") as scratch:
-        for what in _JOBS:
-            ranks = drawn.world_size if what in ("compare", "optimize") else 1
+        for what, limit in _LIMITS.items():
+            case = moved(drawn, stores) if what == "move" else drawn
+            if case is None:
+                continue
+            ranks = case.world_size if what in ("compare", "optimize", "move") else 1
             try:
-                of_ranks = pool.run(ranks, Job(drawn=drawn, stores=stores, scratch=scratch, what=what))
+                of_ranks = pool.run(ranks, Job(drawn=case, stores=stores, scratch=scratch, what=what))
             except RankError as error:
                 found.append(f"{what}: {error}")
                 # What follows needs what this one leaves.
@@ -66,9 +78,28 @@ def failures(pool: RankPool, drawn: Drawn, stores: str) -> list[str]:
                 f"{what}: {name} is off by {error:.2g} on rank {rank}"
                 for rank, errors in enumerate(of_ranks)
                 for name, error in errors.items()
-                if not error <= _LIMITS[what]
+                if not error <= limit
             ]
     return found
+
+
+def moved(drawn: Drawn, stores: str) -> Drawn | None:
+    """The same model on as many ranks along other axes; None where it takes no other layout."""
+    axes = {axis: ranks for axis, ranks in drawn.axes().items() if axis != "data"}
+    others = [dict(zip(axes, order, strict=True)) for order in itertools.permutations(axes.values())]
+    # Axes that are not used at all: to data ranks.
+    others.append(dict.fromkeys(axes, 1))
+    for other in others:
+        if other == axes:
+            continue
+        rest = {key: value for key, value in drawn.keys.items() if not key.startswith("parallel.")}
+        case = replace(drawn, keys=rest | {f"parallel.{axis}": ranks for axis, ranks in other.items()}, cuts=None)
+        try:
+            config_of(case, stores)
+            return case
+        except (UserError, ValidationError, ValueError):
+            continue
+    return None
 
 
 def shrunk(pool: RankPool, drawn: Drawn, stores: str, kind: str) -> Drawn:

@@ -82,7 +82,7 @@ def _config(export: Export) -> RunConfig:
             raise UserError(f"{path}: its model differs from config.json in the same directory; remove the file")
         return config
     return RunConfig(
-        model=_model(shape),
+        model=model_of(shape),
         # Data and optimizer are those of whoever trains it on, in a run of its own with train.init_from.
         data=DataConfig(store=Path("imported"), sequence_length=export.max_tokens),
         optimizer=OptimizerConfig(lr=3e-4),
@@ -91,7 +91,8 @@ def _config(export: Export) -> RunConfig:
     )
 
 
-def _model(shape: Shape) -> ModelConfig:
+def model_of(shape: Shape) -> ModelConfig:
+    """The ``[model]`` of an export that has no run's configuration beside it."""
     mixers = list(shape.mixers)
     options: dict[str, dict[str, Any]] = {name: {"gate_rank": rank} for name, rank in shape.gate_ranks.items()}
     if "lightnet" in mixers:

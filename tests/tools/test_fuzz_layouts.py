@@ -90,3 +90,52 @@ def test_a_fault_is_found_and_shrunk(
     small = json.loads(line.partition("--case '")[2].rstrip("'"))
     assert (small["world_size"], small["keys"]["parallel.pipeline"]) == (2, 2)
     assert "model.norm" not in small["keys"] and isinstance(small["keys"]["model.mixer"], str)
+
+
+CASE = {
+    "task.name": "causal", "model.mixer": "tnl", "model.num_layers": 2, "model.hidden_size": 32, "model.num_heads": 4,
+    "model.intermediate_size": 24, "model.vocab_size": 160, "data.packing": "joined", "parallel.tensor": 2,
+    "parallel.pipeline": 1, "parallel.sequence": 1,
+}  # fmt: skip
+LATER_FAULTS = {
+    "optimizer bytes that plan counts": (
+        "import lightscale.parallel.optimizer_spec as specs\n"
+        "specs.OptimizerSpec.state_bytes = property(lambda self: 4 * len(self.state) + 4)\n"
+    ),
+    # The checkpoint's moments are read by another layout.
+    "move: loss behind a checkpoint": (
+        "import lightscale.training.checkpoints.restore as restore\n"
+        "read = restore.Checkpoints.restore\n"
+        "def wrong(self, engine):\n"
+        "    found = read(self, engine)\n"
+        "    for _, parameter in engine.chunks[0].named_parameters():\n"
+        "        parameter.data.mul_(1.5 if engine.mesh.world_size > 1 else 1)\n"
+        "    return found\n"
+        "restore.Checkpoints.restore = wrong\n"
+    ),
+    "of the import": (
+        "import lightscale.exchange.files.weights as weights\n"
+        "parts = weights.stored_parts\n"
+        "def shifted(model, *, vocab_size):\n"
+        "    found = parts(model, vocab_size=vocab_size)\n"
+        "    first = lambda one: weights.Part(rows=one.rows, name=one.name, first=0)\n"
+        "    return {key: [first(one) for one in held] for key, held in found.items()}\n"
+        "weights.stored_parts = shifted\n"
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", LATER_FAULTS)
+def test_faults_of_what_follows_training_are_found(
+    fuzz: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('WITH_FAULT'):\n"
+        + "".join(f"    {line}\n" for line in LATER_FAULTS[words].splitlines())
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("WITH_FAULT", "1")
+    done = fuzz("--case", json.dumps({"world_size": 2, "keys": CASE, "cuts": None}))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert words in done.stdout

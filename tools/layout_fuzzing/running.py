@@ -17,7 +17,8 @@ from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.errors import UserError
-from lightscale.exchange.files.weights import exported_tensors, shape_of
+from lightscale.exchange.files.weights import exported_tensors, shape_of, stored_parts
+from lightscale.exchange.imported import model_of
 from lightscale.exchange.plain.model import CausalModel
 from lightscale.models.accounting import rank_parameters
 from lightscale.models.registry import check_model
@@ -29,6 +30,7 @@ from lightscale.training.build import build_engine
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.health.copies import check_copies
+from lightscale.training.optimizer.registry import optimizer_spec
 
 STEPS = 3
 FP64_LIMIT, FP32_LIMIT = 1e-7, 1e-3
@@ -46,7 +48,7 @@ class Job:
     scratch: str
     """A folder for what the jobs of a case leave each other."""
     what: str
-    """reference, compare, optimize, resume, follow: see ``run``."""
+    """reference, compare, optimize, resume, move, follow: see ``run``."""
 
 
 def config_of(drawn: Drawn, stores: str) -> RunConfig:
@@ -78,11 +80,12 @@ def run(rank: int, world_size: int, init_method: str, job: Job) -> dict[str, flo
     """Errors by name, on this rank.
 
     reference: leaves losses, gradients and weights of one process. compare: those of the layout beside it, fp64.
-    optimize: three steps of the optimizer in fp32, behind which copies are equal; leaves a checkpoint. resume: one
-    process reads that checkpoint, and its next losses are theirs. follow: of one process, the logits of the plain form,
-    and those of prompts in pieces.
+    optimize: three steps of the optimizer in fp32, behind which copies are equal and the optimizer's bytes are those of
+    ``plan``; leaves a checkpoint. resume: one process reads that checkpoint, and its next losses are theirs. move: the
+    same of as many ranks on other axes. follow: of one process, the logits of the plain form, its weights imported
+    again, and the logits of prompts in pieces.
     """
-    drawn = job.drawn if job.what in ("compare", "optimize") else on_one(job.drawn)
+    drawn = job.drawn if job.what in ("compare", "optimize", "move") else on_one(job.drawn)
     config = config_of(drawn, job.stores)
     parallel = config.parallel
     with start_mesh(
@@ -98,12 +101,13 @@ def run(rank: int, world_size: int, init_method: str, job: Job) -> dict[str, flo
         init_method=init_method,
         timeout_s=60,
     ) as mesh:
-        case = _Case(config, drawn, mesh, Path(job.scratch), wide=job.what not in ("optimize", "resume"))
+        case = _Case(config, drawn, mesh, Path(job.scratch), wide=job.what not in ("optimize", "resume", "move"))
         return {
             "reference": case.record,
             "compare": case.compare,
             "optimize": case.optimize,
             "resume": case.resume,
+            "move": case.resume,
             "follow": case.follow,
         }[job.what]()
 
@@ -206,7 +210,25 @@ class _Case:
         check_copies(self.engine)
         if self.mesh.rank == 0:
             torch.save(losses, self.folder / "losses.pt")
-        return {} if all(map(_is_finite, losses)) else {"losses that are not finite": 1.0}
+        errors = {} if all(map(_is_finite, losses)) else {"losses that are not finite": 1.0}
+        if self.config.parallel.virtual_stages == 1:
+            errors["optimizer bytes that plan counts"] = abs(self._optimizer_bytes() - self._planned_bytes())
+        return errors
+
+    def _optimizer_bytes(self) -> float:
+        """Of all ranks."""
+        optimizer = self.engine.optimizer
+        assert optimizer is not None, "fp32"
+        states = [optimizer.owned(parameter) for _, parameter in _parameters(self.engine)]
+        own = sum(tensor.nbytes for state in states if state is not None for tensor in state.state.values())
+        total = torch.tensor(float(own))
+        torch.distributed.all_reduce(total)
+        return float(total)
+
+    def _planned_bytes(self) -> float:
+        parameters = rank_parameters(self.config.model, tensor=self.mesh.tensor, pipeline=self.mesh.pipeline)
+        spec = optimizer_spec(self.config.optimizer)
+        return spec.state_bytes * sum(parameters) * self.mesh.tensor
 
     def resume(self) -> dict[str, float]:
         expected = torch.load(self.folder / "losses.pt")
@@ -250,6 +272,17 @@ class _Case:
             taken = exported_tensors(model, vocab_size=NUM_IDS)
             plain.load_state_dict({name: _rows(weights[rows.key], rows.ranges) for name, rows in taken.items()})
             errors["logits of the export"] = _error(plain(tokens)[0], whole)
+            exported = plain.state_dict()
+            stored = stored_parts(model, vocab_size=NUM_IDS)
+            errors["parameters that an import lacks"] = len(weights.keys() ^ stored.keys())
+            for key, parts in stored.items():
+                # Padding of the vocabulary has no name.
+                for part in (one for one in parts if one.name is not None):
+                    imported = exported[part.name][part.first : part.first + len(part.rows)]
+                    own = weights[key][part.rows.start : part.rows.stop]
+                    _raise(errors, f"{key} of the import", float((imported - own).abs().max()))
+            found_shape = shape_of(model_of(shape), vocab_size=NUM_IDS)
+            errors["the import's model is another"] = float(found_shape != shape)
         return errors
 
     def _own(self, whole: Tensor, parameter: torch.nn.Parameter) -> Tensor:
