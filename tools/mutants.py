@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -35,6 +35,14 @@ _TIMEOUT_S = 600
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", re.MULTILINE)
 _NO_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError|NameError|SyntaxError|IndentationError)\b")
 _TESTS_FAILED, _NONE_COLLECTED = 1, 5
+
+
+class Place(NamedTuple):
+    """An exact change of a file."""
+
+    file: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +58,19 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     """Files or ids of pytest, in the order in which they run."""
-    before: tuple[str, ...] = ()
-    """The same for commits in which those of ``tests`` are not there yet or have other names."""
+    moved: Mapping[str, str] | None = None
+    """``file``, ``old`` and ``new`` of the same fault in commits in which the code stands elsewhere."""
+
+    def places(self) -> list[Place]:
+        """Where the fault is seeded: the first of these that is there."""
+        here = Place(self.file, self.old, self.new)
+        return [here] if self.moved is None else [here, Place(**self.moved)]
 
 
 def read_mutants(path: Path = TABLE) -> list[Mutant]:
     """Those of the table."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
-    lists = ("tests", "before")
-    return [Mutant(**{key: tuple(value) if key in lists else value for key, value in one.items()}) for one in entries]
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
 class Copy:
@@ -98,12 +110,15 @@ class Copy:
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[bool]:
         """Whether the copy has the mutant's place, which is changed inside."""
-        path = self.root / mutant.file
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if text.count(mutant.old) != 1:
+        for place in mutant.places():
+            path = self.root / place.file
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            if text.count(place.old) == 1:
+                path.write_text(text.replace(place.old, place.new), encoding="utf-8")
+                break
+        else:
             yield False
             return
-        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         try:
             yield True
         finally:
@@ -153,7 +168,7 @@ def find(copy: Copy, mutant: Mutant) -> dict[str, Any]:
         if not is_there:
             return {"status": "not there"}
         began = time.monotonic()
-        tests = _existing(copy, mutant.before) or _existing(copy, mutant.tests)
+        tests = [test for test in mutant.tests if has_test(copy.root, test)]
         code, output = copy.pytest(tests, "-x") if tests else (_NONE_COLLECTED, "")
         seconds = round(time.monotonic() - began, 1)
     if code in (0, _NONE_COLLECTED):
@@ -164,11 +179,6 @@ def find(copy: Copy, mutant: Mutant) -> dict[str, Any]:
     if code != _TESTS_FAILED or not failed or "::" not in failed[0]:
         return {"status": "no answer", "seconds": seconds, "output": output[-2000:]}
     return {"status": "found", "test": failed[0], "seconds": seconds}
-
-
-def _existing(copy: Copy, tests: Sequence[str]) -> list[str]:
-    """Those whose file and function the copy has."""
-    return [test for test in tests if has_test(copy.root, test)]
 
 
 def has_test(root: Path, test: str) -> bool:
