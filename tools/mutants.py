@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -140,9 +141,11 @@ class Copy:
             )
             try:
                 code = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
                 code = process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
             output.seek(0)
             return code, output.read()
 
