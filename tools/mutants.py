@@ -33,7 +33,9 @@ TABLE = Path(__file__).with_name("mutants.toml")
 WORKING_TREE = "working tree"
 _MARKS = "not soak and not gpu and not twin"
 _TIMEOUT_S = 600
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.*?)(?: - (.*))?$", re.MULTILINE)
+# Of a test: beside other work the suite's own limit would pass for a finding.
+_TEST_TIMEOUT_S = 400
 _NO_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError|NameError|SyntaxError|IndentationError)\b")
 _TESTS_FAILED, _NONE_COLLECTED = 1, 5
 
@@ -151,7 +153,7 @@ class Copy:
 
     def pytest(self, tests: Sequence[str], *options: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, str]:
         """Exit code and output of some tests."""
-        fixed = ("-q", "-rfE", "--tb=line", "-p", "no:xdist")
+        fixed = ("-o", f"timeout={_TEST_TIMEOUT_S}", "-q", "-rfE", "--tb=line", "-p", "no:xdist")
         return self.run(["-m", "pytest", *fixed, "-m", _MARKS, *options, *tests], timeout_s)
 
 
@@ -176,12 +178,13 @@ def find(copy: Copy, mutant: Mutant) -> dict[str, Any]:
         seconds = round(time.monotonic() - began, 1)
     if code in (0, _NONE_COLLECTED):
         return {"status": "not found", "seconds": seconds}
-    failed = _FAILED.findall(output)
+    failed: list[tuple[str, str]] = _FAILED.findall(output)
     if _NO_IMPORT.search(output):
         return {"status": "does not import", "seconds": seconds, "output": output[-2000:]}
-    if code != _TESTS_FAILED or not failed or "::" not in failed[0]:
+    if code != _TESTS_FAILED or not failed or "::" not in failed[0][0]:
         return {"status": "no answer", "seconds": seconds, "output": output[-2000:]}
-    return {"status": "found", "test": failed[0], "seconds": seconds}
+    test, reason = failed[0]
+    return {"status": "found", "test": test, "reason": reason, "seconds": seconds}
 
 
 def has_test(root: Path, test: str) -> bool:
@@ -201,7 +204,8 @@ def failing_without(copy: Copy, found: Mapping[str, Mapping[str, Any]]) -> list[
     code, output = copy.pytest(tests, timeout_s=_TIMEOUT_S * 6)
     if code not in (0, _TESTS_FAILED):
         return [f"no answer: {output[-2000:]}"]
-    return [test for test in tests if test in _FAILED.findall(output)]
+    failed = {test for test, _ in _FAILED.findall(output)}
+    return [test for test in tests if test in failed]
 
 
 def run(revision: str | None, mutants: Sequence[Mutant], keep: Path | None, key: str) -> bool:
