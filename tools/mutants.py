@@ -226,8 +226,13 @@ def run(revision: str | None, mutants: Sequence[Mutant], keep: Path | None, key:
     return not wrong and all(one["status"] in ("found", "not there") for one in found.values())
 
 
+def _kept(path: Path) -> dict[str, Any]:
+    runs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return runs
+
+
 def _keep(path: Path, key: str, revision: str | None, found: Mapping[str, Mapping[str, Any]]) -> None:
-    runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    runs = _kept(path)
     entry = runs.setdefault(key, {})
     described = ["git", "rev-parse", "--short=7", revision or "HEAD"]
     commit = subprocess.run(described, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True, text=True).stdout.strip()
@@ -248,9 +253,10 @@ def table(runs: Mapping[str, Any], mutants: Sequence[Mutant]) -> str:
     keys = sorted(runs, key=lambda key: key == WORKING_TREE)
     lines = ["# Mutants", ""]
     lines += [
-        "Faults seeded on purpose, each in one place, and the first test that finds it. The tests are those of the",
-        "default and the long suite; `soak` tests do not run. Seconds are measured: they are those of the named test",
-        "files up to the first failure, one process, the machine shared with other work.",
+        "Each mutant is a fault seeded on purpose in one place. The table names the first test that finds it, out of the",
+        "tests that `tools/mutants.toml` names for it. They belong to the default and the long suite; `soak` tests do not",
+        "run. `not found`: none of these tests fails. `not there`: the commit does not have the mutant's text. Seconds",
+        "are measured up to the first failure, in one process, beside other work on the machine.",
         "",
     ]
     for key in keys:
@@ -280,6 +286,7 @@ def main() -> int:
     parser.add_argument("--at", metavar="REV", help="use this commit in place of the working tree")
     parser.add_argument("--json", metavar="FILE", type=Path, help="merge the results into this file")
     parser.add_argument("--table", metavar="FILE", type=Path, help="write a table of all results in the file of --json")
+    parser.add_argument("--missing", action="store_true", help="run the mutants without a result in the file of --json")
     parser.add_argument("--no-run", action="store_true", help="write the table alone")
     parser.add_argument("--list", action="store_true", help="print names, kinds and files of the mutants")
     arguments = parser.parse_args()
@@ -287,19 +294,20 @@ def main() -> int:
     names = {mutant.name for mutant in every}
     if unknown := sorted(set(arguments.only or ()) - names):
         parser.error(f"no mutant {', '.join(unknown)}; list them with --list")
-    if arguments.table is not None and arguments.json is None:
-        parser.error("--table needs --json, the file that has the results")
+    if (arguments.table is not None or arguments.missing) and arguments.json is None:
+        parser.error("--table and --missing need --json, the file that has the results")
     if arguments.list:
         for mutant in every:
             print(f"{mutant.name}: {mutant.kind} ({mutant.file})")
         return 0
     chosen = [mutant for mutant in every if arguments.only is None or mutant.name in arguments.only]
-    is_good = True
-    if not arguments.no_run:
-        is_good = run(arguments.at, chosen, arguments.json, arguments.at or WORKING_TREE)
+    key = arguments.at or WORKING_TREE
+    if arguments.missing:
+        known = _kept(arguments.json).get(key, {}).get("mutants", {})
+        chosen = [mutant for mutant in chosen if mutant.name not in known]
+    is_good = arguments.no_run or run(arguments.at, chosen, arguments.json, key)
     if arguments.table is not None:
-        runs = json.loads(arguments.json.read_text(encoding="utf-8"))
-        arguments.table.write_text(table(runs, every), encoding="utf-8")
+        arguments.table.write_text(table(_kept(arguments.json), every), encoding="utf-8")
     return 0 if is_good else 1
 
 
