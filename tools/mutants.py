@@ -253,10 +253,10 @@ def table(runs: Mapping[str, Any], mutants: Sequence[Mutant]) -> str:
     keys = sorted(runs, key=lambda key: key == WORKING_TREE)
     lines = ["# Mutants", ""]
     lines += [
-        "Each mutant is a fault seeded on purpose in one place. The table names the first test that finds it, out of the",
-        "tests that `tools/mutants.toml` names for it. They belong to the default and the long suite; `soak` tests do not",
-        "run. `not found`: none of these tests fails. `not there`: the commit does not have the mutant's text. Seconds",
-        "are measured up to the first failure, in one process, beside other work on the machine.",
+        "Each mutant is a fault seeded on purpose in one place. The table names the first test that finds it, of those",
+        "that `tools/mutants.toml` names for it. These tests belong to the default and the long suite; `soak` tests do",
+        "not run. `not found`: none of these tests fails. `not there`: the commit does not have the mutant's text.",
+        "Seconds are measured up to the first failure, in one process, beside other work on the machine.",
         "",
     ]
     for key in keys:
