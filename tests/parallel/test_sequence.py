@@ -42,6 +42,7 @@ from lightscale.parallel.sequence import (
     TPEScan,
     begin,
     begin_gather,
+    begin_tail,
 )
 from lightscale.training.profile import StepProfiler
 
@@ -675,6 +676,44 @@ def test_gathered_tokens_and_their_gradients(run_ranks: RunRanks) -> None:
         for values, gradients in found:
             assert values == 0.0
             assert gradients < 1e-15
+
+
+# ----- tails ---------------------------------------------------------------------------------------------------------
+
+
+TAIL = 3
+
+
+def tails(rank: int, world_size: int, init_method: str) -> list[tuple[float, float]]:
+    """How far each rank's tail, and the gradients of its own tokens, are from those of one row."""
+    found = []
+    with start_mesh(sequence=3, rank=rank, world_size=3, init_method=init_method) as mesh:
+        # Segments longer than a tail, empty ones, and such that two ranks read one token.
+        for lengths in ([8, 8, 8], [5, 1, 2], [4, 0, 3], [1, 1, 1], [0, 2, 1]):
+            tokens = sum(lengths)
+            whole = torch.randn(tokens, B, K, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            firsts = [sum(lengths[:other]) for other in range(3)]
+            padded = torch.cat([whole.new_zeros(TAIL, B, K), whole])
+            expected = torch.stack([padded[first : first + TAIL] for first in firsts])
+            upstream = torch.randn(expected.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+            (gradient,) = torch.autograd.grad(expected, whole, upstream)
+            behind = firsts[rank] + lengths[rank]
+            last = slice(behind - min(TAIL, lengths[rank]), behind)
+            own = whole.detach()[last].clone().requires_grad_()
+            assert mesh.exchange is not None
+            result = begin_tail(own, mesh.exchange, lengths, TAIL, name="layer")()
+            result.backward(upstream[rank])
+            assert own.grad is not None
+            differences = (result - expected[rank], own.grad - gradient[last])
+            found.append(tuple(float(one.detach().abs().sum()) for one in differences))
+    return found
+
+
+def test_tails_and_the_gradients_of_what_several_ranks_read(run_ranks: RunRanks) -> None:
+    for found in run_ranks(tails, 3):
+        for values, gradients in found:
+            assert values == 0.0
+            assert gradients < 1e-14
 
 
 # ----- nodes ---------------------------------------------------------------------------------------------------------

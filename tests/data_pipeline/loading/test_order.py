@@ -59,6 +59,8 @@ def test_large_numbers_of_windows_are_shuffled_too(n: int, seed: int, indices: l
 def test_the_order_is_the_same_in_every_version() -> None:
     """Runs resume with these: a change here changes the data of every run that exists."""
     assert whole_order(10) == [2, 3, 4, 1, 8, 5, 9, 7, 0, 6]
+    # A square: its root is the base, and the base of one more number is the next.
+    assert whole_order(9) == [1, 2, 8, 7, 3, 5, 6, 0, 4]
     order = Permutation(36_600_000, seed=17, epoch=3, source="stdlib")
     assert order(np.array([0, 1, 2, 36_599_999])).tolist() == [9261296, 17940833, 30604813, 10060207]
 

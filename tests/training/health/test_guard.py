@@ -68,10 +68,12 @@ def test_a_restored_guard_judges_as_the_one_before(steps_before: int) -> None:
     generator = random.Random(steps_before)
     steps = [(generator.gauss(3, 1e-3), generator.lognormvariate(0, 0.01)) for _ in range(60)]
     guard = Guard(config)
-    for step in steps[:steps_before]:
+    # The state is taken in the middle of a row of skipped steps.
+    for step in [*steps[:steps_before], (math.nan, 1.0), (3.0, math.inf)]:
         guard.judge(*step)
     other = Guard(config)
     other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert other.skips_in_a_row == guard.skips_in_a_row >= 2
     assert other.state_dict() == guard.state_dict()
     verdicts = [(guard.judge(*step), other.judge(*step)) for step in steps[steps_before:]]
     assert all(one == two for one, two in verdicts)
