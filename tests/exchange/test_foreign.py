@@ -230,12 +230,12 @@ SCALING = {**LLAMA_3, "factor": 4.0}
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("mistral", {"sliding_window": 64}, r"sliding_window = 64 hides .* max_position_embeddings = 128"),
+        ("mistral", {"sliding_window": 64}, r"sliding_window = 64 is below max_position_embeddings = 128"),
         ("mistral", {"max_position_embeddings": None, "sliding_window": 4096}, "max_position_embeddings = 131072"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None},
-            "sliding_window = 64 hides",
+            "sliding_window = 64 is below",
         ),
         ("llama 3", {"rope_parameters": {**SCALING, "rope_type": "yarn"}}, r"rope_type = 'yarn'.*llama3"),
         ("llama 3", {"rope_parameters": {"full_attention": LLAMA_3}}, "full_attention"),

@@ -83,7 +83,7 @@ def test_what_is_not_greedy_is_refused(wanted: dict[str, Any], message: str) -> 
 
 
 def test_pictures_are_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="pictures"):
+    with pytest.raises(UserError, match="images or audio"):
         request_of("loglikelihood", ("a", "b", {"visual": []}), Encoder(tokenizer))
 
 
