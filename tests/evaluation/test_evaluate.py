@@ -311,7 +311,7 @@ BAD_FILES = {
         "bad.toml: widnow: no such key; did you mean window?"
     ),
     'kind = "perplexity"\npaths = ["nowhere.txt"]\n': "nowhere.txt: no such file",
-    'kind = "perplexity"\n': "bad.toml: either paths or store",
+    'kind = "perplexity"\n': "bad.toml: set either paths or store",
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nwindow = 0\n': "bad.toml: window = 0: must be",
     'kind = "perplexity"\npaths = ["documents.jsonl"]\nstride = 4\n': "bad.toml: stride = 4: set window",
     'kind = "perplexity"\nstore = "store"\nsource = "txet"\n': "store: no source 'txet'",

@@ -361,7 +361,7 @@ def test_nearest_divisors_and_multiples_of_large_numbers() -> None:
         (("vocab_size",), 10**12, "must be a whole number >= 1 and <= 16_777_216"),
         (("shard_tokens",), 10**15, "must be a whole number >= 1 and <="),
         (("chunk_tokens",), 10**15, "must be a whole number >= 1 and <="),
-        (("chunk_tokens",), 1, "makes more than 1_048_576 chunks"),
+        (("chunk_tokens",), 1, "gives more than 1_048_576 chunks"),
         (("sources", "a", "filters"), {"size": {"min": 16**5000}}, "must be a number ≥ 0 and ≤"),
     ],
     ids=itertools.count(),

@@ -301,7 +301,7 @@ def test_a_box_that_is_held_twice(victim: Victim) -> None:
     """As many elements as there are, one of them twice and another never."""
     victim.edit(TENSORS[1], box_renamed("model.norm.weight@4", "model.norm.weight@3"))
     victim.seal()
-    assert "model.norm.weight is held 2 times at (3,)" in (outcome(victim) or "")
+    assert "model.norm.weight is stored 2 times at (3,)" in (outcome(victim) or "")
 
 
 # --- What uses it ---------------------------------------------------------------------------------------------------

@@ -319,7 +319,7 @@ def test_a_damaged_report_is_a_failure_of_its_node(tmp_path: Path, content: byte
     ((node, report),) = read_reports(tmp_path).items()
     assert node == 1
     (failure,) = report.failures
-    assert "node 1: " in failure.summary and "node-1.json cannot be read" in failure.summary
+    assert "node 1: " in failure.summary and "node-1.json is unreadable" in failure.summary
 
 
 def test_heartbeats_that_are_none(tmp_path: Path) -> None:

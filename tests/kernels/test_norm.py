@@ -184,7 +184,7 @@ def test_equals_pytorch() -> None:
         ({"weight": torch.ones(8, device="meta")}, "weight is on meta, but x is on cpu"),
         ({"gate_activation": "tanh"}, "gate_activation must be one of none, sigmoid, silu, got 'tanh'"),
         ({"width": 16}, "width 16 is not x's 8: a mean over more channels needs `reduce`"),
-        ({"backend": "cuda"}, "norm has no backend 'cuda'; known here: auto, triton, chunked, reference"),
+        ({"backend": "cuda"}, "norm has no backend 'cuda'; use auto, triton, chunked, reference"),
         ({"reduce": lambda t: None, "backend": "reference"}, "backend 'reference' has no `reduce`"),
     ],
 )
@@ -196,5 +196,5 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
 def test_rows_too_wide_for_a_program_go_to_pytorch() -> None:
     x = torch.ones(1, 4097)
     assert torch.equal(norm(x), norm(x, backend="chunked"))
-    with pytest.raises(UserError, match="norm has no backend 'triton'; known here: auto, chunked, reference"):
+    with pytest.raises(UserError, match="norm has no backend 'triton'; use auto, chunked, reference"):
         norm(x, backend="triton")

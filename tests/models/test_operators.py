@@ -62,12 +62,12 @@ def test_an_operator_that_nobody_described_is_refused(mixer: str | list[str], mo
     """In the log and in what planning computes from."""
     monkeypatch.setattr(TNLSpec, "operator", "delta")
     with pytest.raises(
-        UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet, lightnet_noncausal, lightning"
+        UserError, match=r"no operator 'delta'; use one of .*gla, glu, lightnet, lightnet_noncausal, lightning"
     ):
         describe(mixer)
     work = Workload(shape(mixer), 128)
     with pytest.raises(
-        UserError, match=r"no operator 'delta'; known: .*gla, glu, lightnet, lightnet_noncausal, lightning"
+        UserError, match=r"no operator 'delta'; use one of .*gla, glu, lightnet, lightnet_noncausal, lightning"
     ):
         _ = work.layers
 

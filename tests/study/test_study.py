@@ -165,7 +165,7 @@ def test_status_counts_states(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "tiny.toml", "--jobs", "0"], "--jobs 0: must be 1 to"),
         (["run", "tiny.toml", "--only", "huge*"], "no cell has such a name"),
         (["run", "tiny.toml", "--nodes", "2"], "--nodes: needs --scheduler"),
-        (["run", "tiny.toml", "--scheduler", "pbs"], "scheduler pbs: unknown"),
+        (["run", "tiny.toml", "--scheduler", "pbs"], "unknown scheduler pbs"),
         (["plan", "nowhere"], "cannot read the study nowhere"),
         (["plan", "tiny.toml", "--nodes", "0"], "--nodes 0: must be"),
         (["fit"], "use either STUDY.toml or --points"),

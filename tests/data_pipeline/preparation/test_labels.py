@@ -222,7 +222,7 @@ def test_a_text_file_has_no_class(tmp_path: Path, corpus: dict[str, Any]) -> Non
         ({"classes": ["a", ""], "label_field": "x"}, r'classes: "" must be a whole number, or a string'),
         ({"classes": [], "label_field": "x"}, r"classes = \[\]: must be .*, not empty"),
         ({"classes": [True], "label_field": "x"}, r"classes"),
-        ({"label_field": "text"}, r'label_field = "text" is text_field'),
+        ({"label_field": "text"}, r'label_field = "text" is also text_field'),
     ],
 )
 def test_mistakes_in_the_corpus_file(keys: dict[str, Any], message: str) -> None:

@@ -289,7 +289,7 @@ def test_a_file_that_changes_or_vanishes_after_listing_is_counted(tmp_path: Path
     ]
     assert texts(documents) == ["c.txt"]
     assert problems.counts == {CHANGED: 1, UNREADABLE: 1}
-    assert "18 bytes, 5 when it was listed" in problems.examples[CHANGED][0]
+    assert "18 bytes, 5 when the corpus was listed" in problems.examples[CHANGED][0]
     assert "b.txt: No such file" in problems.examples[UNREADABLE][0]
 
 

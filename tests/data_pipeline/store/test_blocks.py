@@ -109,8 +109,8 @@ def test_changed_tokens_are_named_whether_they_were_read_before_or_not(
     first = shard * SHARD + block * 4096
     last = min(first + 4096, source.num_tokens) - 1
     message = (
-        f"words/tokens/c/{shard}: source words, shard {shard}, block {block} (tokens {first:,} to {last:,}) is not "
-        f"what was prepared; `lightscale data verify {path}`"
+        f"words/tokens/c/{shard}: source words, shard {shard}, block {block} (tokens {first:,} to {last:,}) "
+        f"has changed since preparation; `lightscale data verify {path}`"
     )
     for start, stop in ((token, token + 1), (0, source.num_tokens), (max(first - 5, 0), last)):
         with pytest.raises(UserError, match=re.escape(message)):
@@ -230,7 +230,7 @@ def test_damaged_hashes_are_named_as_such(make_store: MakeStore, damage: str) ->
         case "removed":
             file.unlink()
     assert np.array_equal(source.read(0, SHARD), tokens[:SHARD])
-    with pytest.raises(UserError, match=r"words/hashes/tokens/c/1: .*(not those that were written|No such file)"):
+    with pytest.raises(UserError, match=r"words/hashes/tokens/c/1: .*(have changed|No such file)"):
         source.read(SHARD, SHARD + 1)
     faults = verify_store(path, lambda step, done, total: None).faults
     assert [fault for fault in faults if str(file) in fault]

@@ -178,7 +178,7 @@ def test_names_that_are_no_source_names(tmp_path: Path, byte_tokenizer: Tokenize
 def test_a_source_cannot_be_given_twice(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     with StoreWriter(tmp_path / "store", byte_tokenizer) as store:
         store.source("a")
-        with pytest.raises(UserError, match=r"'a'.*already"):
+        with pytest.raises(UserError, match=r"'a': the name is in use"):
             store.source("a")
 
 
@@ -275,7 +275,7 @@ def test_a_missing_store(tmp_path: Path) -> None:
         (lambda path: edit_attributes(path, format_version=9), r"store/zarr\.json: format version 9, .* reads 1 to 2"),
         (lambda path: edit_attributes(path, tokenizer={}), r"store/zarr\.json: damaged attributes"),
         (lambda path: edit_attributes(path / "code", tokens=7), r"code/tokens: \d+ values instead of 7"),
-        (lambda path: edit_attributes(path / "code", documents=2), r"code/doc_ends: 3 values, .* says 2"),
+        (lambda path: edit_attributes(path / "code", documents=2), r"code/doc_ends: 3 values instead of 2"),
         (lambda path: edit_attributes(path / "code", bytes=None), r"code/zarr\.json: damaged attributes"),
         (
             lambda path: set_last_end(path / "code", 107),

@@ -440,7 +440,7 @@ def parse(*words: str) -> argparse.Namespace:
         (["{runs}/moved"], "elsewhere: the token store of {runs}/moved/config.toml is missing"),
         (["{runs}/one", "--store", "{runs}/one"], "{runs}/one/tokenizer/tokenizer.json"),
         (["{runs}/weights@7"], "{runs}/weights/checkpoints has no checkpoint of step 7; it has: 2 (weights)"),
-        (["{runs}/one@2", "--step", "1"], "{runs}/one@2 and --step 1 both name the step"),
+        (["{runs}/one@2", "--step", "1"], "{runs}/one@2 and --step 1 both set the step"),
         (["{runs}/one@last"], '"{runs}/one@last": the step after @ must be a number, like {runs}/one@1000'),
         (["{runs}/one", "--prompt", ""], "--prompt: empty"),
         (["{runs}/one", "--prompt", "a\udcff"], "--prompt: not valid UTF-8 at character 1"),

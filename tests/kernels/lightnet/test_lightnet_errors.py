@@ -54,7 +54,7 @@ def state(z: Tensor, S: Tensor) -> dict[str, Any]:
         (state(one(2, 3, 8).bfloat16(), one(2, 3, 8, 8)), r"initial_state's z must be torch.float32"),
         (state(one(2, 3, 8), one(2, 3, 8, 8).to("meta")), r"initial_state's S is on meta, but q is on cpu"),
         ({"chunk_size": 0}, r"chunk_size must be at least 1"),
-        ({"backend": "triton9"}, r"no backend 'triton9'; known here: auto, triton, chunked, reference"),
+        ({"backend": "triton9"}, r"no backend 'triton9'; use auto, triton, chunked, reference"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

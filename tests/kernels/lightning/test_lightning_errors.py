@@ -49,7 +49,7 @@ def angles(theta: Tensor, positions: Tensor | None = None) -> Angles:
         ({"cu_seqlens": torch.tensor([0, 10, 4, 20])}, r"must not decrease"),
         ({"cu_seqlens": torch.tensor([0, 7, 20])}, r"every row start, .* lacks 10"),
         ({"chunk_size": 0}, r"chunk_size must be at least 1"),
-        ({"backend": "triton9"}, r"no backend 'triton9'; known here: auto, triton, chunked, reference"),
+        ({"backend": "triton9"}, r"no backend 'triton9'; use auto, triton, chunked, reference"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

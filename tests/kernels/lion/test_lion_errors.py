@@ -38,7 +38,7 @@ STATE = one(2, 3, 8, 9)
         ({"initial_state": LionState(STATE.half(), STATE)}, r"initial_state.prefix must be torch.float32"),
         ({"cu_seqlens": torch.tensor([0, 7, 20])}, r"every row start, .* lacks 10"),
         ({"chunk_size": 0}, r"chunk_size must be at least 1"),
-        ({"backend": "triton9"}, r"no backend 'triton9'; known here: auto, triton, chunked, reference"),
+        ({"backend": "triton9"}, r"no backend 'triton9'; use auto, triton, chunked, reference"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

@@ -313,7 +313,7 @@ def test_two_parts_of_a_row_are_the_row() -> None:
         ({"gate": "left"}, r"gate must be one of leave, enter, got 'left'"),
         ({"eps": -1.0}, r"eps must be at least 0, got -1.0"),
         ({"cu_seqlens": torch.tensor([0, 7, 20])}, r"every row start, .* lacks 10"),
-        ({"backend": "triton9"}, r"no backend 'triton9'; known here: auto, triton, chunked, reference"),
+        ({"backend": "triton9"}, r"no backend 'triton9'; use auto, triton, chunked, reference"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

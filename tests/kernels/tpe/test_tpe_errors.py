@@ -31,7 +31,7 @@ def one(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ({"cu_seqlens": torch.tensor([0, 10, 19])}, r"end with B·T = 2·10 = 20, got 0 and 19"),
         ({"cu_seqlens": torch.tensor([0, 7, 20])}, r"every row start, .* lacks 10"),
         ({"chunk_size": 0}, r"chunk_size must be at least 1"),
-        ({"backend": "triton9"}, r"no backend 'triton9'; known here: auto, triton, chunked, reference"),
+        ({"backend": "triton9"}, r"no backend 'triton9'; use auto, triton, chunked, reference"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

@@ -58,7 +58,7 @@ def test_a_machine_as_it_should_be() -> None:
 @pytest.mark.parametrize(
     ("change", "device", "wrong", "words"),
     [
-        ({"gpus": (), "num_gpus": 0}, "auto", ("GPUs", "failed"), "built for CUDA 13.0, sees no GPU"),
+        ({"gpus": (), "num_gpus": 0}, "auto", ("GPUs", "failed"), "built for CUDA 13.0, finds no GPU"),
         ({"gpus": (), "num_gpus": 0, "driver": None}, "cuda", ("GPUs", "failed"), "no NVIDIA driver"),
         ({"num_gpus": 4}, "auto", ("GPUs", "failed"), "4 for at least 8 ranks"),
         ({"gpus": (replace(HOPPER, free_bytes=60 << 30),)}, "auto", ("GPU memory", "warning"), "64.4 GB of 85.9 GB"),

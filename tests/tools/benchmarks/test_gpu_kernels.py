@@ -36,7 +36,7 @@ def test_without_a_gpu_it_says_so_and_measures_what_is_there(
     arguments = ["--json", "--repeats", "2", "--shapes", "1x24", "2x16", "--save", str(tmp_path)]
     assert tools.bench.main(["kernels", *arguments]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["device"] == "cpu" and "need a GPU" in figures["note"]
+    assert figures["device"] == "cpu" and "Run the same command on a GPU" in figures["note"]
     assert {(x["operator"], x["way"], x["passes"], x["rows"], x["tokens"]) for x in figures["lines"]} == {
         (operator, way, passes, *shape)
         for operator in OPERATORS
