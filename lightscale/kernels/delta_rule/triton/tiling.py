@@ -1,0 +1,107 @@
+"""Tiles of the Triton kernels of the delta rule; ../README.md, "On GPUs", says why."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from lightscale.kernels.common.triton.launch import dot_precision, power_of_two
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaTiling:
+    """Tokens and widths of the tiles for a dtype."""
+
+    chunk: int
+    """Tokens that are computed at once, a power of two, with no decay or one of each head."""
+    channel_chunk: int
+    """The same with a decay of each channel."""
+    prepared: int
+    """Most key channels that ``prepare_heads`` multiplies at once."""
+    channel_prepared: int
+    """Most key channels that ``prepare_channels`` has at once."""
+    state_elements: int
+    """Most elements of a tile of the state, which has all key channels and some columns."""
+    state_value: int
+    """Most columns of it."""
+    gradient: int
+    """Most key channels of a program of the gradients."""
+    gradient_value: int
+    """Most value channels that it contracts at once."""
+    scan_stages: int
+    """Chunks in flight."""
+    stored: torch.dtype
+    """The dtype in which dots read the states of chunks. Not fp16, whose range a sum of many tokens may leave."""
+
+
+_HALF = DeltaTiling(
+    chunk=64,
+    channel_chunk=32,
+    prepared=64,
+    channel_prepared=32,
+    state_elements=8192,
+    state_value=64,
+    gradient=64,
+    gradient_value=64,
+    scan_stages=1,
+    stored=torch.bfloat16,
+)
+_FULL = DeltaTiling(
+    chunk=32,
+    channel_chunk=32,
+    prepared=32,
+    channel_prepared=32,
+    state_elements=4096,
+    state_value=32,
+    gradient=32,
+    gradient_value=32,
+    scan_stages=1,
+    stored=torch.float32,
+)
+
+
+def tiling_of(dtype: torch.dtype) -> DeltaTiling:
+    """The tiles for inputs of ``dtype``."""
+    return _FULL if dtype == torch.float32 else _HALF
+
+
+def chunk_of(dtype: torch.dtype, *, by_channel: bool) -> int:
+    """Tokens of a chunk."""
+    return tiling_of(dtype).channel_chunk if by_channel else tiling_of(dtype).chunk
+
+
+def prepare_constants(dtype: torch.dtype, K: int, *, by_channel: bool) -> dict[str, Any]:
+    """The constants of ``prepare_heads`` or ``prepare_channels`` but the groups of heads."""
+    tiling = tiling_of(dtype)
+    most = tiling.channel_prepared if by_channel else tiling.prepared
+    return {"K": K, "BLOCK_K": power_of_two(K, most=most), **_chunks(dtype, by_channel=by_channel, levels=True)}
+
+
+def scan_constants(dtype: torch.dtype, K: int, V: int, *, by_channel: bool) -> dict[str, Any]:
+    """The constants of ``scan_forward`` and ``scan_back`` but the groups of heads."""
+    tiling = tiling_of(dtype)
+    # A token reads all rows of the state before it writes: no program can have some of them alone.
+    block_k = power_of_two(K, most=1 << 20)
+    most = max(16, min(tiling.state_value, tiling.state_elements // block_k))
+    return {
+        **{"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": power_of_two(V, most=most)},
+        **_chunks(dtype, by_channel=by_channel, levels=False),
+        "STORED": getattr(tl, str(tiling.stored).removeprefix("torch.")),
+    }
+
+
+def gradient_constants(dtype: torch.dtype, K: int, V: int, *, by_channel: bool) -> dict[str, Any]:
+    """The constants of ``gradients_heads`` or ``gradients_channels`` but the groups of heads."""
+    tiling = tiling_of(dtype)
+    return {
+        **{"K": K, "V": V},
+        "BLOCK_K": power_of_two(K, most=tiling.gradient),
+        "BLOCK_V": power_of_two(V, most=tiling.gradient_value),
+        **_chunks(dtype, by_channel=by_channel, levels=by_channel),
+    }
+
+
+def _chunks(dtype: torch.dtype, *, by_channel: bool, levels: bool) -> dict[str, Any]:
+    chunk = chunk_of(dtype, by_channel=by_channel)
+    return {"CHUNK": chunk, "PRECISION": dot_precision(dtype), **({"LEVELS": chunk.bit_length() - 1} if levels else {})}
