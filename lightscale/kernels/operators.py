@@ -252,7 +252,7 @@ register(
     Operator(
         name="delta_rule",
         cost=CostClass.GATED_SCAN,
-        backends=_backends("delta_rule", triton_chunk=64, triton_fp32_chunk=32, chunk=16),
+        backends=_backends("delta_rule", triton_chunk=32, chunk=16, max_width=256),
         state=_state(StateAlgebra.AFFINE, S="BHKV"),
     )
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.delta_rule.chunked import of_key_heads
+from lightscale.kernels.delta_rule.triton.cases import COMPILE_CASES
 from lightscale.kernels.delta_rule.triton.passes import (
     DeltaRows,
     key_gradients,
@@ -23,6 +24,7 @@ from lightscale.kernels.delta_rule.triton.passes import (
 from lightscale.kernels.delta_rule.triton.step import recurrent_step
 
 __all__ = [
+    "COMPILE_CASES",
     "grad_bwd",
     "out_fwd",
     "recurrent_step",

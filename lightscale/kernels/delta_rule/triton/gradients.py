@@ -5,8 +5,8 @@ Names of shapes and arguments are those of ``pairs.py`` and ``states.py``. With 
     dP_ij = do_i · u_j (j <= i)    dA_ij = -dv_i · u_j (j < i)
 
 reach queries and keys through the decays D between tokens: dq_i = Σ dP_ij D_ij k_j, and of keys what A reads, Σ dA_ij
-D_ij k_j, and what both write, Σ dP_ij D_ij q_i + Σ dA_ij D_ij k_i. Pairs below the diagonal are held as (i, j), the same
-pairs once more above it as (j, i), so that no result of a dot is transposed.
+D_ij k_j, and what both write, Σ dP_ij D_ij q_i + Σ dA_ij D_ij k_i. Pairs below the diagonal are held as (i, j), the
+same pairs once more above it as (j, i), so that no result of a dot is transposed.
 """
 
 import triton
@@ -130,8 +130,7 @@ def gradients_heads(
     i = tl.arange(0, CHUNK)
     inside = i < length
     line, column = i[:, None], i[None, :]
-    t = begin + i
-    of_tokens = (row * N + head) * T + t
+    of_tokens = (row * N + head) * T + begin + i
     of_chunk = (row * N + head) * num_chunks + chunk
     has_k = exists(cols, K, BLOCK_K)
     mask, mask_columns = inside[:, None] & has_k[None, :], has_k[:, None] & inside[None, :]
@@ -141,8 +140,8 @@ def gradients_heads(
     dv_chunk, z_chunk = dv + of_values, z + of_values
     own_start = own_starts(starts, row * T, begin, i, length)
     weights = tl.load(beta + of_tokens, mask=inside, other=0.0)
-    q_head = q + row * stride_qb + head // GROUPS * stride_qh
-    k_head = k + row * stride_kb + head // GROUPS * stride_kh
+    q_chunk = q + row * stride_qb + head // GROUPS * stride_qh + begin * stride_qt
+    k_chunk = k + row * stride_kb + head // GROUPS * stride_kh + begin * stride_kt
     dtype: tl.constexpr = q.dtype.element_ty
 
     of_p = _pairs(do_chunk, stride_ot, z_chunk, stride_vt, weights, own_start, inside, V, BLOCK_V, CHUNK, PRECISION)
@@ -153,11 +152,11 @@ def gradients_heads(
         between = decay_between(load_logs(log_decay + of_tokens, inside), CHUNK, True)
         of_p *= between
         of_a *= between
-    queries = tl.load(q_head + t[:, None] * stride_qt + cols[None, :], mask=mask, other=0.0)
-    keys = tl.load(k_head + t[:, None] * stride_kt + cols[None, :], mask=mask, other=0.0)
+    queries = tl.load(q_chunk + i[:, None] * stride_qt + cols[None, :], mask=mask, other=0.0)
+    keys = tl.load(k_chunk + i[:, None] * stride_kt + cols[None, :], mask=mask, other=0.0)
     if dlog_decay is not None:
         # What j wrote and i read has all decays between them as factors: token s gets the pairs j < s <= i.
-        columns = tl.load(k_head + t[None, :] * stride_kt + cols[:, None], mask=mask_columns, other=0.0)
+        columns = tl.load(k_chunk + i[None, :] * stride_kt + cols[:, None], mask=mask_columns, other=0.0)
         separated = of_p * tl.dot(queries, columns, input_precision=PRECISION)
         separated += of_a * tl.dot(keys, columns, input_precision=PRECISION)
         separated = tl.where(line > column, separated, 0.0)
@@ -174,20 +173,21 @@ def gradients_heads(
     from_start = tl.load(upto + of_tokens, mask=inside, other=0.0)[:, None]
     to_end = tl.load(after + of_tokens, mask=inside, other=0.0)[:, None]
     sees, reaches = from_start != 0.0, to_end != 0.0
-    index = i.to(tl.int64)[:, None]
     # Selected: what overflowed in another document must give no NaN.
-    read = _through_states(do_chunk + index * stride_ot, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION)
+    read = _through_states(
+        do_chunk + i[:, None] * stride_ot, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
+    )
     read = tl.where(sees, read * from_start, 0.0)
     of_queries += read
-    at = ((row * T + t[:, None]) * N + head) * K + cols[None, :]
+    at = ((row * T + begin) * N + head) * K + (i[:, None] * (N * K) + cols[None, :])
     tl.store(dq + at, of_queries.to(dq.dtype.element_ty), mask=mask)
     key_read = _through_states(
-        dv_chunk + index * stride_vt, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
+        dv_chunk + i[:, None] * stride_vt, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
     )
     key_read = tl.where(sees, -key_read * from_start, 0.0)
     of_keys += key_read
     written = _through_states(
-        z_chunk + index * stride_vt, dstate, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
+        z_chunk + i[:, None] * stride_vt, dstate, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
     )
     written = tl.where(reaches, written * (weights[:, None] * to_end), 0.0)
     of_keys += written
@@ -255,7 +255,6 @@ def gradients_channels(
     i = tl.arange(0, CHUNK)
     inside = i < length
     line, column = i[:, None], i[None, :]
-    t = begin + i
     of_chunk = (row * N + head) * num_chunks + chunk
     has_k = exists(cols, K, BLOCK_K)
     mask = inside[:, None] & has_k[None, :]
@@ -264,7 +263,7 @@ def gradients_channels(
     stride_vt = N * V
     dv_chunk, z_chunk = dv + of_values, z + of_values
     own_start = own_starts(starts, row * T, begin, i, length)
-    weights = tl.load(beta + (row * N + head) * T + t, mask=inside, other=0.0)
+    weights = tl.load(beta + (row * N + head) * T + begin + i, mask=inside, other=0.0)
     dtype: tl.constexpr = q.dtype.element_ty
 
     of_p = _pairs(do_chunk, stride_ot, z_chunk, stride_vt, weights, own_start, inside, V, BLOCK_V, CHUNK, PRECISION)
@@ -275,28 +274,35 @@ def gradients_channels(
 
     # Each token, through the state that enters the chunk and the one that leaves it.
     state, dstate = states + of_chunk * K * V, dstates + of_chunk * K * V
-    q_rows = q + row * stride_qb + head // GROUPS * stride_qh + t[:, None] * stride_qt + cols[None, :]
-    k_rows = k + row * stride_kb + head // GROUPS * stride_kh + t[:, None] * stride_kt + cols[None, :]
-    g_rows = log_decay + row * stride_gb + head * stride_gh + t[:, None] * stride_gt + cols[None, :]
+    q_rows = (
+        q + row * stride_qb + head // GROUPS * stride_qh + begin * stride_qt + (i[:, None] * stride_qt + cols[None, :])
+    )
+    k_rows = (
+        k + row * stride_kb + head // GROUPS * stride_kh + begin * stride_kt + (i[:, None] * stride_kt + cols[None, :])
+    )
+    g_rows = (
+        log_decay + row * stride_gb + head * stride_gh + begin * stride_gt + (i[:, None] * stride_gt + cols[None, :])
+    )
     logs = load_logs(g_rows, mask)
     queries = tl.load(q_rows, mask=mask, other=0.0)
     keys = tl.load(k_rows, mask=mask, other=0.0)
     decay = tl.load(through + of_chunk * K + cols, mask=has_k, other=0.0)
     passing = tl.where(decay == 0.0, 0.0, _passing(state, dstate, cols, K, V, BLOCK_K, BLOCK_V) * decay)
     of_decays = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32) + passing[None, :]
-    index = i.to(tl.int64)[:, None]
     written = _through_states(
-        z_chunk + index * stride_vt, dstate, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
+        z_chunk + i[:, None] * stride_vt, dstate, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
     )
     written *= weights[:, None] * decay_rows(paths, LEVELS, logs, CHUNK, PRECISION)
     written = tl.where((i >= last_start(starts, row * T, begin, length))[:, None], written, 0.0)
     of_decays = add_to_logs(paths, LEVELS, keys * written, of_decays, CHUNK, DOCUMENTS, PRECISION)
     from_start = decay_rows(paths, LEVELS + 1, logs, CHUNK, PRECISION)
     sees = (own_start < 0)[:, None]
-    read = _through_states(do_chunk + index * stride_ot, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION)
+    read = _through_states(
+        do_chunk + i[:, None] * stride_ot, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
+    )
     read = tl.where(sees, read * from_start, 0.0)
     key_read = _through_states(
-        dv_chunk + index * stride_vt, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
+        dv_chunk + i[:, None] * stride_vt, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
     )
     key_read = tl.where(sees, -key_read * from_start, 0.0)
     of_decays = add_to_logs(paths, LEVELS + 1, queries * read + keys * key_read, of_decays, CHUNK, DOCUMENTS, PRECISION)
@@ -321,7 +327,7 @@ def gradients_channels(
         # What overflowed is shown: ``add_to_logs`` has dropped it to keep it out of other documents.
         finite = tl.abs(of_queries) + tl.abs(of_keys) < float("inf")
         of_decays = tl.where(finite, of_decays, float("nan"))
-    at = ((row * T + t[:, None]) * N + head) * K + cols[None, :]
+    at = ((row * T + begin) * N + head) * K + (i[:, None] * (N * K) + cols[None, :])
     tl.store(dq + at, of_queries.to(dq.dtype.element_ty), mask=mask)
     tl.store(dk + at, of_keys.to(dk.dtype.element_ty), mask=mask)
     tl.store(dlog_decay + at, of_decays, mask=mask)

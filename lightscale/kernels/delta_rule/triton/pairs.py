@@ -1,7 +1,7 @@
 """The Triton kernels of everything about chunks that needs no values: scores, the triangular inverse, decays.
 
-Names of shapes: B rows, T tokens, H heads of queries and keys, N heads of values, K and V widths, X chunks, C tokens of a
-chunk. All arithmetic is fp32; half-precision operands go to the tensor cores as they are. ../README.md has the
+Names of shapes: B rows, T tokens, H heads of queries and keys, N heads of values, K and V widths, X chunks, C tokens of
+a chunk. All arithmetic is fp32; half-precision operands go to the tensor cores as they are. ../README.md has the
 mathematics. What a token writes depends on the tokens before it by (1 + β A)⁻¹ = 1 - β ⊙ H with H = A (1 + β A)⁻¹, the
 ``corrections``: neither rows nor columns of H have a factor β, so that gradients of β need no division.
 
@@ -46,7 +46,7 @@ def _store_corrections(products, weights, corrections, CHUNK: tl.constexpr, LEVE
 def decay_between(logs, CHUNK: tl.constexpr, BOTH: tl.constexpr):
     """exp(Σ_{j<s<=i} logs_s) (C, C) for j <= i; with BOTH exp(Σ_{i<s<=j}) where j > i, else 1.
 
-    Sums of terms of one sign, by products with 0/1 matrices, not differences of sums, in which small ones would be lost.
+    Sums of terms of one sign, by products with 0/1 matrices, not differences of sums, in which small ones are lost.
     """
     i = tl.arange(0, CHUNK)
     line, column = i[:, None], i[None, :]
@@ -94,25 +94,24 @@ def prepare_heads(
     i = tl.arange(0, CHUNK)
     inside = i < length
     line, column = i[:, None], i[None, :]
-    t = begin + i
-    of_tokens = (row * N + head) * T + t
+    of_tokens = (row * N + head) * T + begin + i
     of_chunk = (row * N + head) * num_chunks + chunk
     own_start, last = own_starts(starts, row * T, begin, i, length), last_start(starts, row * T, begin, length)
 
-    k_chunk = k + row * stride_kb + head // GROUPS * stride_kh
+    k_chunk = k + row * stride_kb + head // GROUPS * stride_kh + begin * stride_kt
     of_keys = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     of_queries = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     for tile in range((K + BLOCK_K - 1) // BLOCK_K):
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         has_k = exists(cols, K, BLOCK_K)
         mask = inside[:, None] & has_k[None, :]
-        keys = tl.load(k_chunk + t[:, None] * stride_kt + cols[None, :], mask=mask, other=0.0)
-        columns = k_chunk + t[None, :] * stride_kt + cols[:, None]
+        keys = tl.load(k_chunk + i[:, None] * stride_kt + cols[None, :], mask=mask, other=0.0)
+        columns = k_chunk + i[None, :] * stride_kt + cols[:, None]
         keys_columns = tl.load(columns, mask=has_k[:, None] & inside[None, :], other=0.0)
         of_keys = tl.dot(keys, keys_columns, of_keys, input_precision=PRECISION)
         if q is not None:
-            q_rows = q + row * stride_qb + head // GROUPS * stride_qh + t[:, None] * stride_qt + cols[None, :]
-            queries = tl.load(q_rows, mask=mask, other=0.0)
+            q_chunk = q + row * stride_qb + head // GROUPS * stride_qh + begin * stride_qt
+            queries = tl.load(q_chunk + i[:, None] * stride_qt + cols[None, :], mask=mask, other=0.0)
             of_queries = tl.dot(queries, keys_columns, of_queries, input_precision=PRECISION)
 
     from_start = tl.full([CHUNK], 1.0, tl.float32)
@@ -137,7 +136,7 @@ def prepare_heads(
     within = own_start[:, None] <= column
     if q is not None:
         kept = tl.where((column <= line) & within, of_queries, 0.0)
-        tl.store(scores + (of_chunk * CHUNK + line) * CHUNK + column, kept.to(scores.dtype.element_ty))
+        tl.store(scores + of_chunk * CHUNK * CHUNK + (line * CHUNK + column), kept.to(scores.dtype.element_ty))
     products = tl.where((column < line) & within, of_keys, 0.0)
     weights = tl.load(beta + of_tokens, mask=inside, other=0.0)
     _store_corrections(products, weights, corrections + of_chunk * CHUNK * CHUNK, CHUNK, LEVELS)
@@ -188,13 +187,13 @@ def prepare_channels(
     i = tl.arange(0, CHUNK)
     inside = i < length
     line, column = i[:, None], i[None, :]
-    t = begin + i
     of_chunk = (row * N + head) * num_chunks + chunk
     own_start, last = own_starts(starts, row * T, begin, i, length), last_start(starts, row * T, begin, length)
     sees, reaches = (own_start < 0)[:, None], (i >= last)[:, None]
 
-    k_chunk = k + row * stride_kb + head // GROUPS * stride_kh
-    g_chunk = log_decay + row * stride_gb + head * stride_gh
+    k_chunk = k + row * stride_kb + head // GROUPS * stride_kh + begin * stride_kt
+    g_chunk = log_decay + row * stride_gb + head * stride_gh + begin * stride_gt
+    of_keys_chunk = ((row * T + begin) * N + head) * K
     of_keys = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     of_queries = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     own = tl.zeros([CHUNK], dtype=tl.float32)
@@ -202,28 +201,28 @@ def prepare_channels(
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         has_k = exists(cols, K, BLOCK_K)
         mask, mask_columns = inside[:, None] & has_k[None, :], has_k[:, None] & inside[None, :]
-        logs = load_logs(g_chunk + t[:, None] * stride_gt + cols[None, :], mask)
+        logs = load_logs(g_chunk + i[:, None] * stride_gt + cols[None, :], mask)
         total = tl.exp(tl.sum(logs, 0))
         if starts is not None:
             total = tl.where(last < 0, total, 0.0)
         tl.store(through + of_chunk * K + cols, total, mask=has_k)
 
-        keys = tl.load(k_chunk + t[:, None] * stride_kt + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        at = ((row * T + t[:, None]) * N + head) * K + cols[None, :]
+        keys = tl.load(k_chunk + i[:, None] * stride_kt + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        at = of_keys_chunk + (i[:, None] * (N * K) + cols[None, :])
         from_start = decay_rows(paths, LEVELS + 1, logs, CHUNK, PRECISION)
         decayed = tl.where(sees, keys * from_start, 0.0)
         tl.store(k_in + at, decayed.to(k_in.dtype.element_ty), mask=mask)
         if q is not None:
-            q_rows = q + row * stride_qb + head // GROUPS * stride_qh + t[:, None] * stride_qt + cols[None, :]
-            queries = tl.load(q_rows, mask=mask, other=0.0).to(tl.float32)
+            q_chunk = q + row * stride_qb + head // GROUPS * stride_qh + begin * stride_qt
+            queries = tl.load(q_chunk + i[:, None] * stride_qt + cols[None, :], mask=mask, other=0.0).to(tl.float32)
             own += tl.sum(queries * keys, 1)
             decayed = tl.where(sees, queries * from_start, 0.0)
             tl.store(q_in + at, decayed.to(q_in.dtype.element_ty), mask=mask)
         decayed = tl.where(reaches, keys * decay_rows(paths, LEVELS, logs, CHUNK, PRECISION), 0.0)
         tl.store(k_out + at, decayed.to(k_out.dtype.element_ty), mask=mask)
 
-        logs_columns = load_logs(g_chunk + t[None, :] * stride_gt + cols[:, None], mask_columns)
-        keys_columns = tl.load(k_chunk + t[None, :] * stride_kt + cols[:, None], mask=mask_columns, other=0.0)
+        logs_columns = load_logs(g_chunk + i[None, :] * stride_gt + cols[:, None], mask_columns)
+        keys_columns = tl.load(k_chunk + i[None, :] * stride_kt + cols[:, None], mask=mask_columns, other=0.0)
         for level in range(LEVELS):
             decays = decay_rows(paths, level, logs, CHUNK, PRECISION)
             right = keys_columns.to(tl.float32) * decay_columns(paths, level, logs_columns, CHUNK, PRECISION)
@@ -235,7 +234,7 @@ def prepare_channels(
     within = own_start[:, None] <= column
     if q is not None:
         of_queries = tl.where(within, tl.where(line == column, own[:, None], of_queries), 0.0)
-        tl.store(scores + (of_chunk * CHUNK + line) * CHUNK + column, of_queries.to(scores.dtype.element_ty))
-    weights = tl.load(beta + (row * N + head) * T + t, mask=inside, other=0.0)
+        tl.store(scores + of_chunk * CHUNK * CHUNK + (line * CHUNK + column), of_queries.to(scores.dtype.element_ty))
+    weights = tl.load(beta + (row * N + head) * T + begin + i, mask=inside, other=0.0)
     products = tl.where(within, of_keys, 0.0)
     _store_corrections(products, weights, corrections + of_chunk * CHUNK * CHUNK, CHUNK, LEVELS)

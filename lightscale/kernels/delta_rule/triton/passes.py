@@ -16,7 +16,6 @@ from lightscale.kernels.delta_rule.triton.pairs import prepare_channels, prepare
 from lightscale.kernels.delta_rule.triton.states import scan_back, scan_forward
 from lightscale.kernels.delta_rule.triton.tiling import (
     DeltaTiling,
-    chunk_of,
     gradient_constants,
     prepare_constants,
     scan_constants,
@@ -77,7 +76,7 @@ class DeltaRows:
     @property
     def chunk(self) -> int:
         """Tokens of a chunk."""
-        return chunk_of(self.dtype, by_channel=self.by_channel)
+        return self.tiling.chunk
 
     @property
     def num_chunks(self) -> int:
@@ -99,7 +98,7 @@ class DeltaRows:
 
     def splits(self, width: int) -> Splits:
         """Of the scans of states with ``width`` columns."""
-        block = scan_constants(self.dtype, self.key_width, width, by_channel=self.by_channel)["BLOCK_V"]
+        block = scan_constants(self.dtype, self.key_width, width)["BLOCK_V"]
         tiles = triton.cdiv(width, block)
         return Splits.of(self.num_rows * self.num_heads * tiles, self.num_chunks, self.device)
 
@@ -240,7 +239,7 @@ def scan_reverse(
     splits = rows.splits(width)
     if splits.num_splits > 1 and transitions is None:
         transitions = _transitions(rows, of, splits)
-    constants = scan_constants(rows.dtype, rows.key_width, width, by_channel=rows.by_channel)
+    constants = scan_constants(rows.dtype, rows.key_width, width)
     tiles = triton.cdiv(width, constants["BLOCK_V"])
     states = dv = dbeta = None
     if z is not None:
@@ -350,7 +349,7 @@ def _scan_forward(
         *_strides(of.k_in),
         *_strides(v),
         GROUPS=of.groups,
-        **scan_constants(rows.dtype, rows.key_width, width, by_channel=rows.by_channel),
+        **scan_constants(rows.dtype, rows.key_width, width),
         **LAUNCH,
         num_stages=rows.tiling.scan_stages,
     )

@@ -3,8 +3,8 @@
 A row is cut into chunks of CHUNK tokens; a split is some whole chunks that one program goes through in turn, with all
 rows and some columns of a head's state, which no other columns need. S splits; other names are those of ``pairs.py``.
 
-Keys and queries are ``k_in``, ``k_out`` and ``q_in``, with the decay to or from the edge of their chunk in them; or, with
-``upto`` and ``after``, plain ones, whose decays of a head are factors of tokens.
+Keys and queries are ``k_in``, ``k_out`` and ``q_in``, with the decay to or from the edge of their chunk in them; or,
+with ``upto`` and ``after``, plain ones, whose decays of a head are factors of tokens.
 """
 
 import triton
@@ -65,7 +65,8 @@ def scan_forward(
     STORED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a split's chunks: y = v - k_in S, z = y - H (β y), u = β z; o = q_in S + P u; S <- through S + k_outᵀ u."""
+    """Go through a split's chunks: y = v - k_in S, z = y - H (β y), u = β z; o = q_in S + P u;
+    S <- through S + k_outᵀ u."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OF_HEADS: tl.constexpr = upto is not None
     row, head, split, _, tile_v = scan_program(N, num_splits, 1, V_TILES)
@@ -90,12 +91,12 @@ def scan_forward(
         begin = chunk * CHUNK
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
         inside = i < length
-        t = begin + i
         of_chunk = row_head * num_chunks + chunk
-        of_tokens = row_head * T + t
+        of_tokens = row_head * T + begin + i
+        k_chunk = key_head + begin * stride_kt
         in_keys, in_values = inside[:, None] & has_k[None, :], inside[:, None] & has_v[None, :]
-        pairs = (of_chunk * CHUNK + i[:, None]) * CHUNK + i[None, :]
-        values = ((row * T + t[:, None]) * N + head) * V + cols[None, :]
+        pairs = of_chunk * CHUNK * CHUNK + (i[:, None] * CHUNK + i[None, :])
+        values = ((row * T + begin) * N + head) * V + (i[:, None] * (N * V) + cols[None, :])
         sees = (own_starts(starts, row * T, begin, i, length) < 0)[:, None]
         weights = tl.load(beta + of_tokens, mask=inside, other=0.0)[:, None]
         if chunk_states is not None:
@@ -104,17 +105,25 @@ def scan_forward(
 
         # In the dtype in which dots read it.
         entered = state.to(STORED)
-        keys = tl.load(k_in + key_head + t[:, None] * stride_kt + rows[None, :], mask=in_keys, other=0.0)
+        keys = tl.load(k_in + k_chunk + (i[:, None] * stride_kt + rows[None, :]), mask=in_keys, other=0.0)
         y = -tl.dot(keys.to(STORED), entered, input_precision=PRECISION)
+        if o is not None:
+            q_chunk = q_in + row * stride_qb + head // GROUPS * stride_qh + begin * stride_qt
+            queries = tl.load(q_chunk + (i[:, None] * stride_qt + rows[None, :]), mask=in_keys, other=0.0)
+            read = tl.dot(queries.to(STORED), entered, input_precision=PRECISION)
         if OF_HEADS:
             from_start = tl.load(upto + of_tokens, mask=inside, other=0.0)[:, None]
             y *= from_start
+            if o is not None:
+                read *= from_start
         if starts is not None:
             # Selected: what enters may have overflowed in another document.
             y = tl.where(sees, y, 0.0)
+            if o is not None:
+                read = tl.where(sees, read, 0.0)
         if v is not None:
-            v_rows = v + row * stride_vb + head * stride_vh + t[:, None] * stride_vt + cols[None, :]
-            y += tl.load(v_rows, mask=in_values, other=0.0).to(tl.float32)
+            v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
+            y += tl.load(v_chunk + (i[:, None] * stride_vt + cols[None, :]), mask=in_values, other=0.0).to(tl.float32)
         of_pairs = tl.load(corrections + pairs)
         y -= tl.dot(of_pairs, (weights * y).to(of_pairs.dtype), input_precision=PRECISION)
         if z is not None:
@@ -122,13 +131,6 @@ def scan_forward(
         written = weights * y
 
         if o is not None:
-            q_rows = q_in + row * stride_qb + head // GROUPS * stride_qh + t[:, None] * stride_qt + rows[None, :]
-            queries = tl.load(q_rows, mask=in_keys, other=0.0)
-            read = tl.dot(queries.to(STORED), entered, input_precision=PRECISION)
-            if OF_HEADS:
-                read *= from_start
-            if starts is not None:
-                read = tl.where(sees, read, 0.0)
             of_pairs = tl.load(scores + pairs)
             read = tl.dot(of_pairs, written.to(of_pairs.dtype), read, input_precision=PRECISION)
             tl.store(o + values, read.to(o.dtype.element_ty), mask=in_values)
@@ -138,7 +140,7 @@ def scan_forward(
         if starts is not None:
             written = tl.where((i >= last_start(starts, row * T, begin, length))[:, None], written, 0.0)
         state = _passed(state, through, of_chunk, rows, has_k, K, OF_HEADS)
-        columns = k_out + key_head + t[None, :] * stride_kt + rows[:, None]
+        columns = k_out + k_chunk + (i[None, :] * stride_kt + rows[:, None])
         keys = tl.load(columns, mask=has_k[:, None] & inside[None, :], other=0.0)
         state = tl.dot(keys, written.to(keys.dtype), state, input_precision=PRECISION)
 
@@ -213,21 +215,21 @@ def scan_back(
         begin = chunk * CHUNK
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
         inside = i < length
-        t = begin + i
         of_chunk = row_head * num_chunks + chunk
-        of_tokens = row_head * T + t
+        of_tokens = row_head * T + begin + i
+        k_chunk = key_head + begin * stride_kt
         in_values = inside[:, None] & has_v[None, :]
         in_columns = has_k[:, None] & inside[None, :]
         # Transposed where they are loaded: no result of a dot is.
-        pairs = (of_chunk * CHUNK + i[None, :]) * CHUNK + i[:, None]
-        values = ((row * T + t[:, None]) * N + head) * V + cols[None, :]
+        pairs = of_chunk * CHUNK * CHUNK + (i[None, :] * CHUNK + i[:, None])
+        values = ((row * T + begin) * N + head) * V + (i[:, None] * (N * V) + cols[None, :])
         weights = tl.load(beta + of_tokens, mask=inside, other=0.0)[:, None]
         if chunk_states is not None:
             rounded = dstate.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk * K * V + within, rounded, mask=in_tile)
 
         keys = tl.load(
-            k_out + key_head + t[:, None] * stride_kt + rows[None, :],
+            k_out + k_chunk + (i[:, None] * stride_kt + rows[None, :]),
             mask=inside[:, None] & has_k[None, :],
             other=0.0,
         )
@@ -237,8 +239,8 @@ def scan_back(
         if starts is not None:
             # Selected: the cotangent may have overflowed in another document.
             found = tl.where((i >= last_start(starts, row * T, begin, length))[:, None], found, 0.0)
-        do_rows = do + row * stride_ob + head * stride_oh + t[:, None] * stride_ot + cols[None, :]
-        outputs = tl.load(do_rows, mask=in_values, other=0.0)
+        do_chunk = do + row * stride_ob + head * stride_oh + begin * stride_ot
+        outputs = tl.load(do_chunk + (i[:, None] * stride_ot + cols[None, :]), mask=in_values, other=0.0)
         found = tl.dot(tl.load(scores + pairs), outputs, found, input_precision=PRECISION)
         of_pairs = tl.load(corrections + pairs)
         found -= tl.dot(of_pairs, (weights * found).to(of_pairs.dtype), input_precision=PRECISION)
@@ -257,10 +259,10 @@ def scan_back(
             sees = (own_starts(starts, row * T, begin, i, length) < 0)[:, None]
             read, found = tl.where(sees, read, 0.0), tl.where(sees, found, 0.0)
         dstate = _passed(dstate, through, of_chunk, rows, has_k, K, OF_HEADS)
-        columns = q_in + row * stride_qb + head // GROUPS * stride_qh + t[None, :] * stride_qt + rows[:, None]
-        queries = tl.load(columns, mask=in_columns, other=0.0)
+        q_chunk = q_in + row * stride_qb + head // GROUPS * stride_qh + begin * stride_qt
+        queries = tl.load(q_chunk + (i[None, :] * stride_qt + rows[:, None]), mask=in_columns, other=0.0)
         dstate = tl.dot(queries, read.to(queries.dtype), dstate, input_precision=PRECISION)
-        keys = tl.load(k_in + key_head + t[None, :] * stride_kt + rows[:, None], mask=in_columns, other=0.0)
+        keys = tl.load(k_in + k_chunk + (i[None, :] * stride_kt + rows[:, None]), mask=in_columns, other=0.0)
         dstate = tl.dot(keys, (-found).to(keys.dtype), dstate, input_precision=PRECISION)
 
     if leaving is not None:

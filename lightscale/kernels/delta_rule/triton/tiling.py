@@ -14,9 +14,7 @@ class DeltaTiling:
     """Tokens and widths of the tiles for a dtype."""
 
     chunk: int
-    """Tokens that are computed at once, a power of two, with no decay or one of each head."""
-    channel_chunk: int
-    """The same with a decay of each channel."""
+    """Tokens between two states of the scans, a power of two."""
     prepared: int
     """Most key channels that ``prepare_heads`` multiplies at once."""
     channel_prepared: int
@@ -36,12 +34,11 @@ class DeltaTiling:
 
 
 _HALF = DeltaTiling(
-    chunk=64,
-    channel_chunk=32,
+    chunk=32,
     prepared=64,
     channel_prepared=32,
-    state_elements=8192,
-    state_value=64,
+    state_elements=4096,
+    state_value=32,
     gradient=64,
     gradient_value=64,
     scan_stages=1,
@@ -49,7 +46,6 @@ _HALF = DeltaTiling(
 )
 _FULL = DeltaTiling(
     chunk=32,
-    channel_chunk=32,
     prepared=32,
     channel_prepared=32,
     state_elements=4096,
@@ -66,42 +62,39 @@ def tiling_of(dtype: torch.dtype) -> DeltaTiling:
     return _FULL if dtype == torch.float32 else _HALF
 
 
-def chunk_of(dtype: torch.dtype, *, by_channel: bool) -> int:
-    """Tokens of a chunk."""
-    return tiling_of(dtype).channel_chunk if by_channel else tiling_of(dtype).chunk
-
-
 def prepare_constants(dtype: torch.dtype, K: int, *, by_channel: bool) -> dict[str, Any]:
     """The constants of ``prepare_heads`` or ``prepare_channels`` but the groups of heads."""
     tiling = tiling_of(dtype)
     most = tiling.channel_prepared if by_channel else tiling.prepared
-    return {"K": K, "BLOCK_K": power_of_two(K, most=most), **_chunks(dtype, by_channel=by_channel, levels=True)}
+    return {"K": K, "BLOCK_K": power_of_two(K, most=most), **_levels(tiling), **_dots(dtype)}
 
 
-def scan_constants(dtype: torch.dtype, K: int, V: int, *, by_channel: bool) -> dict[str, Any]:
+def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
     """The constants of ``scan_forward`` and ``scan_back`` but the groups of heads."""
     tiling = tiling_of(dtype)
     # A token reads all rows of the state before it writes: no program can have some of them alone.
     block_k = power_of_two(K, most=1 << 20)
     most = max(16, min(tiling.state_value, tiling.state_elements // block_k))
-    return {
-        **{"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": power_of_two(V, most=most)},
-        **_chunks(dtype, by_channel=by_channel, levels=False),
-        "STORED": getattr(tl, str(tiling.stored).removeprefix("torch.")),
-    }
+    stored = getattr(tl, str(tiling.stored).removeprefix("torch."))
+    return {**_widths(K, V, block_k, most), **_dots(dtype), "STORED": stored}
 
 
 def gradient_constants(dtype: torch.dtype, K: int, V: int, *, by_channel: bool) -> dict[str, Any]:
     """The constants of ``gradients_heads`` or ``gradients_channels`` but the groups of heads."""
     tiling = tiling_of(dtype)
-    return {
-        **{"K": K, "V": V},
-        "BLOCK_K": power_of_two(K, most=tiling.gradient),
-        "BLOCK_V": power_of_two(V, most=tiling.gradient_value),
-        **_chunks(dtype, by_channel=by_channel, levels=by_channel),
-    }
+    # With more tiles of values the compiler unrolls more of them than there are registers for.
+    keys = tiling.gradient if V <= 2 * tiling.gradient_value else tiling.gradient // 2
+    widths = _widths(K, V, keys, tiling.gradient_value)
+    return {**widths, **(_levels(tiling) if by_channel else {}), **_dots(dtype)}
 
 
-def _chunks(dtype: torch.dtype, *, by_channel: bool, levels: bool) -> dict[str, Any]:
-    chunk = chunk_of(dtype, by_channel=by_channel)
-    return {"CHUNK": chunk, "PRECISION": dot_precision(dtype), **({"LEVELS": chunk.bit_length() - 1} if levels else {})}
+def _widths(K: int, V: int, most_k: int, most_v: int) -> dict[str, int]:
+    return {"K": K, "V": V, "BLOCK_K": power_of_two(K, most=most_k), "BLOCK_V": power_of_two(V, most=most_v)}
+
+
+def _levels(tiling: DeltaTiling) -> dict[str, int]:
+    return {"LEVELS": tiling.chunk.bit_length() - 1}
+
+
+def _dots(dtype: torch.dtype) -> dict[str, Any]:
+    return {"CHUNK": tiling_of(dtype).chunk, "PRECISION": dot_precision(dtype)}
