@@ -41,7 +41,7 @@ _HALF = DeltaTiling(
     state_value=32,
     gradient=64,
     gradient_value=64,
-    scan_stages=1,
+    scan_stages=2,
     stored=torch.bfloat16,
 )
 _FULL = DeltaTiling(
@@ -82,9 +82,9 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
 def gradient_constants(dtype: torch.dtype, K: int, V: int, *, by_channel: bool) -> dict[str, Any]:
     """The constants of ``gradients_heads`` or ``gradients_channels`` but the groups of heads."""
     tiling = tiling_of(dtype)
-    # With more tiles of values the compiler unrolls more of them than there are registers for.
-    keys = tiling.gradient if V <= 2 * tiling.gradient_value else tiling.gradient // 2
-    widths = _widths(K, V, keys, tiling.gradient_value)
+    # More tiles of values are unrolled by the compiler, and need registers that fewer key channels leave.
+    few = 1 if 2 * tiling.gradient_value >= V else 4 if by_channel else 2
+    widths = _widths(K, V, max(16, tiling.gradient // few), tiling.gradient_value)
     return {**widths, **(_levels(tiling) if by_channel else {}), **_dots(dtype)}
 
 
