@@ -248,15 +248,11 @@ register(
         state=_state(StateAlgebra.DIAGONAL, S="BHKV"),
     )
 )
-_DELTA_RULE = f"{__name__.rpartition('.')[0]}.delta_rule"
 register(
     Operator(
         name="delta_rule",
         cost=CostClass.GATED_SCAN,
-        backends=(
-            Backend(name="chunked", module=f"{_DELTA_RULE}.chunked", chunk_size=16),
-            Backend(name="reference", module=f"{_DELTA_RULE}.reference"),
-        ),
+        backends=_backends("delta_rule", triton_chunk=32, chunk=16, max_width=256),
         state=_state(StateAlgebra.AFFINE, S="BHKV"),
     )
 )

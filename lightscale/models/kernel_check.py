@@ -17,6 +17,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.angles import Angles
 from lightscale.kernels.common.backends import choose_backend
 from lightscale.kernels.cross_entropy import linear_cross_entropy
+from lightscale.kernels.delta_rule import delta_rule
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_noncausal
@@ -29,6 +30,7 @@ from lightscale.kernels.tpe import tpe_scan
 from lightscale.models.accounting import padded_vocab_size
 from lightscale.models.operators import operators_of
 from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.delta_net import DeltaNetSpec, delta_sizes
 from lightscale.models.specs.options import RelationOptions
 from lightscale.models.specs.relation import hidden_width, pre_norm
 
@@ -166,6 +168,34 @@ def _gla(draw: _Draw) -> _Case:
     return _Case(inputs=inputs, compute=lambda backend, **x: gla(**x, cu_seqlens=cut, backend=backend)[0])
 
 
+def _delta_rule(draw: _Draw) -> _Case:
+    """As the first layer that has it; with each form of decay that a layer has."""
+    model, cut = draw.model, draw.documents()
+    specs = [(layer, mixer_spec(name)) for layer, name in enumerate(model.layers)]
+    of_layers = [(layer, spec.decay) for layer, spec in specs if issubclass(spec, DeltaNetSpec)]
+    s = delta_sizes(model, of_layers[0][0])
+    keys = (1, draw.tokens, s.heads // draw.tensor, s.key_width)
+    of_values = (1, draw.tokens, s.value_heads // draw.tensor)
+    inputs = {
+        # As the layers make them: of length 1, for which states do not grow.
+        **{name: F.normalize(draw.wide(*keys), dim=-1).to(draw.dtype) for name in "qk"},
+        "v": draw(*of_values, s.value_width),
+        "beta": torch.sigmoid(draw.wide(*of_values)),
+    }
+    decays = {decay for _, decay in of_layers}
+    if "head" in decays:
+        inputs["of_heads"] = F.logsigmoid(draw.wide(*of_values) + 1)
+    if "channel" in decays:
+        inputs["of_channels"] = F.logsigmoid(draw.wide(*of_values, s.key_width) + 1)
+
+    def compute(backend: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, **logs: Tensor) -> Tensor:
+        forms = [*logs.values(), *[None] * ("none" in decays)]
+        outputs = [delta_rule(q, k, v, form, beta, cu_seqlens=cut, backend=backend)[0] for form in forms]
+        return torch.cat(outputs)
+
+    return _Case(inputs=inputs, compute=compute)
+
+
 def _lightnet(draw: _Draw) -> _Case:
     cut, positions, fixed = draw.documents(), draw.positions(), draw.theta()
 
@@ -263,6 +293,7 @@ def _cross_entropy(draw: _Draw) -> _Case:
 _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "lightning": _lightning,
     "gla": _gla,
+    "delta_rule": _delta_rule,
     "lightnet": _lightnet,
     "lightnet_noncausal": _lightnet_noncausal,
     "lion": _lion,

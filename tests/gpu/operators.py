@@ -16,6 +16,7 @@ from lightscale.errors import UserError
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.common.backends import implementation
 from lightscale.kernels.cross_entropy import linear_cross_entropy
+from lightscale.kernels.delta_rule import delta_rule
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention, lightnet_noncausal
@@ -110,6 +111,26 @@ def _gla_draw(draw: Draw) -> dict[str, Tensor]:
 def _gla(backend: str, cu_seqlens: Tensor | None, state: Tensor | None = None, **inputs: Tensor) -> dict[str, Tensor]:
     options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
     o, final = gla(**inputs, **options, output_final_state=True)
+    assert final is not None
+    return {"o": o, "final": final}
+
+
+def _delta_rule_draw(draw: Draw) -> dict[str, Tensor]:
+    """Keys of length 1, as layers give them: states grow with longer ones."""
+    inputs = draw.qkv()
+    unit = {name: F.normalize(inputs[name].float(), dim=-1).to(draw.dtype) for name in ("q", "k")}
+    return inputs | unit | {"beta": torch.sigmoid(draw.wide(*inputs["v"].shape[:3]))}
+
+
+def _delta_rule(
+    backend: str,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    **inputs: Tensor,
+) -> dict[str, Tensor]:
+    options: dict[str, Any] = {"backend": backend, "cu_seqlens": cu_seqlens, "initial_state": state}
+    o, final = delta_rule(**inputs, log_decay=log_decay, **options, output_final_state=True)
     assert final is not None
     return {"o": o, "final": final}
 
@@ -307,6 +328,18 @@ def _decayed_passes(given: Passes) -> dict[str, Any]:
     }
 
 
+def _delta_rule_passes(given: Passes) -> dict[str, Any]:
+    x, forms, cut = given.inputs, given.forms, given.cu_seqlens
+    written = (x["k"], x["v"], x.get("log_decay"), x["beta"])
+    do, dend = given.cotangent(x["v"]), given.cotangent(x["state"])
+    return {
+        "local": forms.state_fwd(*written, cut),
+        "out": forms.out_fwd(x["q"], *written, x["state"], cut),
+        "own": forms.state_bwd(x["q"], x["k"], do, *written[2:], cut),
+        "gradient": forms.grad_bwd(x["q"], *written, do, x["state"], dend, cut),
+    }
+
+
 def _lightnet_passes(given: Passes) -> dict[str, Any]:
     x, forms, cut = given.inputs, given.forms, given.cu_seqlens
     row = (x["q"], x["k"], x["v"], angles_of(x.get("theta"), x.get("positions")))
@@ -374,6 +407,30 @@ MIXERS = {
         state=_state,
         by_token=("q", "k", "v", "log_decay", "o"),
         passes=_decayed_passes,
+    ),
+    "delta rule": Case(
+        operator="delta_rule",
+        draw=lambda draw: _delta_rule_draw(draw) | {"log_decay": _token_decay_draw(draw)["log_decay"]},
+        form=_delta_rule,
+        state=_state,
+        by_token=("q", "k", "v", "log_decay", "beta", "o"),
+        passes=_delta_rule_passes,
+    ),
+    "delta rule by channel": Case(
+        operator="delta_rule",
+        draw=lambda draw: _delta_rule_draw(draw) | {"log_decay": _gla_draw(draw)["log_decay"]},
+        form=_delta_rule,
+        state=_state,
+        by_token=("q", "k", "v", "log_decay", "beta", "o"),
+        passes=_delta_rule_passes,
+    ),
+    "delta rule undecayed": Case(
+        operator="delta_rule",
+        draw=_delta_rule_draw,
+        form=_delta_rule,
+        state=_state,
+        by_token=("q", "k", "v", "beta", "o"),
+        passes=_delta_rule_passes,
     ),
     "lion": Case(
         operator="lion",

@@ -70,7 +70,7 @@ def test_every_described_operator_has_a_case() -> None:
 
 def test_unknown_operators_are_refused() -> None:
     with pytest.raises(
-        UserError, match=r"no case 'delta' of an operator; known: lightning by token, gla, lion, .*norm"
+        UserError, match=r"no case 'delta' of an operator; known: lightning by token, gla, delta rule, .*norm"
     ):
         operators.draw("delta", shape("gla"), FULL, "cpu", with_state=False)
     known = operators.case_of("gla")

@@ -62,6 +62,7 @@ def code(path: Path, *, in_kernels: bool) -> list[str]:
 def test_kernels_are_found() -> None:
     assert {path.parents[1].name for path in SOURCES} >= {
         "common",
+        "delta_rule",
         "gla",
         "lightnet",
         "lightning",

@@ -23,7 +23,10 @@ def wrong(mixer: str, **options: Any) -> list[Mismatch]:
 
 @pytest.mark.parametrize(
     "mixer",
-    ["tnl", "hgrn2", "lion-s", "decay-attention", "causal-rn", pytest.param("lightnet", marks=pytest.mark.long)],
+    [
+        *("tnl", "hgrn2", "gated-delta-net", "lion-s", "decay-attention", "causal-rn"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("lightnet", "delta-net", "kimi-delta")),
+    ],
 )
 def test_right_kernels_pass(mixer: str) -> None:
     assert wrong(mixer) == []

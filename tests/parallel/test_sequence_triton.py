@@ -22,8 +22,8 @@ sequence = SimpleNamespace(**runpy.run_path(str(HERE / "test_sequence.py")))
 launches = SimpleNamespace(**runpy.run_path(str(HERE.parent / "helpers" / "launches.py")))
 
 B, T = sequence.B, sequence.T
-# PyTorch alone computes sums over whole documents, and the delta rule so far.
-KINDS = tuple(kind for kind in sequence.KINDS if kind != "whole log sum" and not kind.startswith("delta rule"))
+# PyTorch alone computes sums over whole documents.
+KINDS = tuple(kind for kind in sequence.KINDS if kind != "whole log sum")
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def check(kind: str, edges: list[int], documents: str) -> None:
 
 
 @pytest.mark.usefixtures("by_triton")
-@pytest.mark.parametrize("kind", ["learned decay", "gated", "tpe", "lightnet", "lion", "log sum"])
+@pytest.mark.parametrize("kind", ["learned decay", "gated", "delta rule", "tpe", "lightnet", "lion", "log sum"])
 def test_two_ranks_compute_what_one_does(kind: str) -> None:
     """One of each summary; documents begin beside the edge."""
     check(kind, [0, 9, T], "beside edges")

@@ -19,6 +19,8 @@ CONDITIONAL = {"dweight", "leave_U", "right_parts"}
 OPERATORS = {
     "tnl-tiny": ("lightning", "norm", "glu", "cross_entropy"),
     "hgrn2-tiny": ("gla",),
+    "gated-delta-net-tiny": ("delta_rule",),
+    "kimi-delta-tiny": ("delta_rule",),
     "lightnet-tiny": ("lightnet", "tpe"),
     "lion-s-tiny": ("lion",),
     "causal-rn-tiny": ("relation",),

@@ -15,6 +15,7 @@ from lightscale.kernels.common.backends import (
     choose_backend,
     dispatch_pass,
     dispatch_step,
+    implementation,
     preload_backends,
 )
 from lightscale.kernels.common.checks import (
@@ -78,8 +79,8 @@ def delta_rule(
         cu_seqlens: (M+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
         chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: "chunked", "reference" (one token at a time, slow); or "auto": what ``set_default_backend`` says,
-            else chunks.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
+            ``set_default_backend`` says, else Triton on GPUs for keys of up to 256 channels, and chunks elsewhere.
 
     Returns:
         The outputs (B, T, N, V) in v's dtype, and None or the final state (B, N, K, V), fp32 (fp64 for fp64
@@ -95,9 +96,13 @@ def delta_rule(
         check_one_state("initial_state", initial_state, q, "(B, N, K, V)", shape)
     check_documents(cu_seqlens, q)
     check_chunk_size(chunk_size)
-    if choose_backend("delta_rule", q, backend) == "reference":
+    name = choose_backend("delta_rule", q, backend)
+    if name == "reference":
         options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(delta_rule_reference, q, k, v, log_decay, beta, **options)
+    elif name == "triton":
+        whole = implementation("delta_rule", name).triton_delta_rule
+        o, state = whole(q, k, v, log_decay, beta, initial_state, cu_seqlens)
     else:
         o, state = ChunkedDeltaRule.apply(q, k, v, log_decay, beta, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None

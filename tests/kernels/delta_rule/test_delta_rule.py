@@ -267,7 +267,7 @@ def one(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ({"initial_state": one(2, 3, 8, 9)}, r"initial_state must be \(B, N, K, V\) = \(2, 3, 8, 8\)"),
         ({"cu_seqlens": torch.tensor([0, 7, 20])}, r"every row start, .* lacks 10"),
         ({"chunk_size": 0}, r"chunk_size must be at least 1"),
-        ({"backend": "triton9"}, r"delta_rule has no backend 'triton9'; use auto, chunked, reference"),
+        ({"backend": "triton9"}, r"delta_rule has no backend 'triton9'; use auto, triton, chunked, reference"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

@@ -42,7 +42,7 @@ def decay_rows(paths, number, logs, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def _decay_columns(paths, number, logs, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def decay_columns(paths, number, logs, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """As ``decay_rows``, (width, C), of tokens side by side."""
     i = tl.arange(0, CHUNK)
     path = _path(paths, number, i[None, :], i[:, None], CHUNK)
@@ -158,7 +158,7 @@ def prepare(
                 # At each level every token has one decay, to or from the border of its two halves, so that a product of
                 # matrices gives all pairs of the level at once.
                 left = queries * decay_rows(paths, level, logs, CHUNK, PRECISION)
-                right = keys_columns * _decay_columns(paths, level, logs_columns, CHUNK, PRECISION)
+                right = keys_columns * decay_columns(paths, level, logs_columns, CHUNK, PRECISION)
                 pairs = in_second_half(line, level) & (line >> level == (column >> level) + 1)
                 scores_tile += tl.where(pairs, product(left, right, scores, PRECISION), 0.0)
     if scores is not None:

@@ -11,7 +11,7 @@ from lightscale.kernels.gla.triton.decays import add_to_logs, decay_rows, in_sec
 
 
 @triton.jit
-def _products(
+def token_products(
     x_chunk,
     stride_xt,
     y_chunk,
@@ -131,12 +131,12 @@ def gradients(
 
     # Each pair of tokens: below the diagonal do_i · v_j, above it v_i · do_j.
     own_start = own_starts(starts, row * T, begin, i, length)
-    below = _products(do_chunk, stride_ot, v_chunk, stride_vt, inside, V, BLOCK_V, CHUNK, PRECISION)
+    below = token_products(do_chunk, stride_ot, v_chunk, stride_vt, inside, V, BLOCK_V, CHUNK, PRECISION)
     own = tl.sum(tl.where(line == column, below, 0.0), 1)[:, None]
     if DOCUMENTS:
         below = tl.where(own_start[:, None] <= column, below, 0.0)
     below = below.to(q.dtype.element_ty)
-    above = _products(v_chunk, stride_vt, do_chunk, stride_ot, inside, V, BLOCK_V, CHUNK, PRECISION)
+    above = token_products(v_chunk, stride_vt, do_chunk, stride_ot, inside, V, BLOCK_V, CHUNK, PRECISION)
     if DOCUMENTS:
         above = tl.where(own_start[None, :] <= line, above, 0.0)
     pairs = tl.where(line > column, below, above.to(q.dtype.element_ty))
