@@ -3,7 +3,8 @@
 S_t = (I - β_t k_t k_tᵀ) diag(α_t) S_{t-1} + β_t k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Parallelizing Linear
 Transformers with the Delta Rule, arXiv 2406.06484, Eq. 4; Yang, Kautz and Hatamizadeh, Gated Delta Networks,
 arXiv 2412.06464, Eq. 10; Kimi Team, Kimi Linear, arXiv 2510.26692, Eq. 1). ``delta_rule`` is the operator; sequence
-parallelism and generation are built from the passes beside it. README.md in this folder has the mathematics.
+parallelism and generation are built from the passes beside it. docs/reference/operators/delta-rule.md has the
+mathematics.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """The gated delta rule in chunks with a hand-written backward, in the passes that sequence parallelism needs.
 
-The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in README.md here. Names of
-shapes: B rows, T tokens, H heads of queries and keys, N heads of values, K key width, V value width, L tokens of a
-chunk. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
+The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in
+docs/reference/operators/delta-rule.md. Names of shapes: B rows, T tokens, H heads of queries and keys, N heads of
+values, K key width, V value width, L tokens of a chunk. Inside, everything is fp32, or fp64 for fp64 inputs; outputs
+and gradients have the dtype of their inputs.
 
 Chunks, their masks and their decays are those of gated linear attention (``../gla``), of which this is the form whose
 writes depend on what the state holds. A decay per head is taken as one of its K channels.

@@ -1,9 +1,10 @@
 """The Triton kernels of everything about chunks that needs no values: scores, the triangular inverse, decays.
 
 Names of shapes: B rows, T tokens, H heads of queries and keys, N heads of values, K and V widths, X chunks, C tokens of
-a chunk. All arithmetic is fp32; half-precision operands go to the tensor cores as they are. ../README.md has the
-mathematics. What a token writes depends on the tokens before it by (1 + β A)⁻¹ = 1 - β ⊙ H with H = A (1 + β A)⁻¹, the
-``corrections``: neither rows nor columns of H have a factor β, so that gradients of β need no division.
+a chunk. All arithmetic is fp32; half-precision operands go to the tensor cores as they are.
+docs/reference/operators/delta-rule.md has the mathematics. What a token writes depends on the tokens before it by (1 +
+β A)⁻¹ = 1 - β ⊙ H with H = A (1 + β A)⁻¹, the ``corrections``: neither rows nor columns of H have a factor β, so that
+gradients of β need no division.
 
 ``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one.
 """

@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of the delta rule; ../README.md, "On GPUs", says why."""
+"""Tiles of the Triton kernels of the delta rule; docs/reference/operators/delta-rule.md, "On GPUs", says why."""
 
 from dataclasses import dataclass
 from typing import Any
