@@ -172,8 +172,8 @@ def test_finished_runs_are_reused_and_learning_is_success(
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["--architecture", "hgrn"], ["there is no such file", "did you mean", "hgrn2.toml"]),
-        (["--size", "2M"], ["there is no such file", "size/2M.toml"]),
+        (["--architecture", "hgrn"], ["no such file", "did you mean", "hgrn2.toml"]),
+        (["--size", "2M"], ["no such file", "size/2M.toml"]),
         (["train.validate_every=0"], ["train.validate_every above 0"]),
         (["data.store=nowhere"], ["nowhere"]),
     ],

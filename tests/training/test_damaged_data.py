@@ -46,7 +46,7 @@ def test_tokens_that_change_under_a_job_end_it_and_are_named(workplace: Path, st
     assert "Traceback" not in ended.stderr
     assert ended.last_line.startswith("error: ")
     assert "changing/words/tokens/c/0: source words, shard 0, block " in ended.last_line
-    assert re.search(r"\(tokens [\d,]+ to [\d,]+\) is not what was prepared", ended.last_line)
+    assert re.search(r"\(tokens [\d,]+ to [\d,]+\) has changed since preparation", ended.last_line)
     assert "`lightscale data verify changing`" in ended.last_line
     status = run.read_status()
     assert status is not None and status.status == "stopped"

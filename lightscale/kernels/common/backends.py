@@ -150,7 +150,7 @@ def _choose(operator: Operator, able: tuple[Backend, ...], x: Tensor, requested:
             able_here = x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES and operator.name not in _fallen
             if backend.name != "triton" or able_here:
                 return backend.name
-        raise UserError(f"{what} has no back-end for {x.dtype} on {x.device}; known here: {_names(known)}")
+        raise UserError(f"{what} has no back-end for {x.dtype} on {x.device}; use {_names(known)}")
     if wanted not in [backend.name for backend in known]:
         raise UserError(f"{what} has no backend {wanted!r}; use {_names(known)}")
     if wanted == "triton":

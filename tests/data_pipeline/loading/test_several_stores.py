@@ -142,7 +142,7 @@ def test_one_store_is_read_as_ever(stores: dict[str, TokenStore]) -> None:
         ({"stores": {"a": {"path": "x", "weight": 1.0}, "b": {"path": "y"}}}, "a has a weight and b not"),
         ({"stores": {"a": {"path": "x", "weight": 0.0}}}, "stores.a.weight"),
         ({"stores": {"a/b": {"path": "x"}}}, "the name 'a/b' becomes part"),
-        ({"stores": {"a": {"path": "x", "weight": 1.0}}, "sources": {"a/b": 1.0}}, "both give weights"),
+        ({"stores": {"a": {"path": "x", "weight": 1.0}}, "sources": {"a/b": 1.0}}, "both set weights"),
     ],
 )
 def test_mistakes_in_the_configuration(table: dict[str, Any], message: str) -> None:

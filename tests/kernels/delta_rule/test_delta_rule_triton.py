@@ -321,7 +321,7 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None], monkeypat
     default_backend("triton")
     assert choose_backend("delta_rule", x) == "triton"
     assert choose_backend("delta_rule", x, "reference") == "reference"
-    with pytest.raises(UserError, match=r"delta_rule: backend 'triton' computes .* not torch\.float64"):
+    with pytest.raises(UserError, match=r"delta_rule: backend 'triton' supports .* not torch\.float64"):
         choose_backend("delta_rule", x.double())
     with pytest.raises(UserError, match=r"has no backend 'triton'; known here: auto, chunked, reference"):
         choose_backend("delta_rule", torch.ones(1, 3, 1, 257))
