@@ -1,8 +1,6 @@
 """Gated linear attention on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
-hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
-look inside, and so that the whole operator, ``triton_gla``, has its gradient.
+``common/triton`` describes these passes.
 """
 
 from typing import Any
@@ -41,7 +39,7 @@ def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | Non
 
 
 @_state_fwd.register_fake
-def _(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _fake_state(k, v), k.new_empty(k.size(0), k.size(2), k.size(3), dtype=torch.float32)
 
 
@@ -60,9 +58,7 @@ def _out_fwd(
 
 
 @_out_fwd.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), _fake_state(k, v)
 
 
@@ -74,7 +70,7 @@ def _state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | No
 
 
 @_state_bwd.register_fake
-def _(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _(q: Tensor, do: Tensor, *_: Any) -> Tensor:
     return _fake_state(q, do)
 
 
@@ -113,16 +109,7 @@ def _row_gradients(
 
 
 @_gradients.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
     return dq, dk, dv, dlog_decay, _fake_state(k, v)
 

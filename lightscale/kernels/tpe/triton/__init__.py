@@ -12,10 +12,10 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import Arriving, arrived
+from lightscale.kernels.common.states import Arriving, arrived, without_state
 from lightscale.kernels.common.triton.launch import dense_last, dot_precision, on_device_of, power_of_two
 from lightscale.kernels.tpe.chunk_batches import powers
-from lightscale.kernels.tpe.chunked import TPERowGradients
+from lightscale.kernels.tpe.chunked import TPEGradients
 from lightscale.kernels.tpe.triton.cases import COMPILE_CASES
 from lightscale.kernels.tpe.triton.kernels import parameter_sums, recurrent, sweep
 from lightscale.kernels.tpe.triton.tiling import CHANNELS, PARAMETER_MODES, STEP
@@ -345,23 +345,13 @@ def row_gradients(
     u_in: Tensor | None,
     du_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
-) -> TPERowGradients:
+) -> tuple[TPEGradients, Tensor]:
     """Every gradient of a row, see ``chunked.row_gradients``."""
-    return TPERowGradients(*_gradients(x, log_decay, gamma, dy, u_in, arrived(du_end), cu_seqlens))
+    *gradients, du = _gradients(x, log_decay, gamma, dy, u_in, arrived(du_end), cu_seqlens)
+    return TPEGradients(*gradients), du
 
 
-def grad_bwd(
-    x: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    dy: Tensor,
-    u_in: Tensor | None,
-    du_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a row's x, log_decay and gamma, see ``chunked.grad_bwd``."""
-    gradients = row_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens)
-    return gradients.x, gradients.log_decay, gradients.gamma
+grad_bwd = without_state(row_gradients)
 
 
 def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
