@@ -78,7 +78,7 @@ def gla(
         options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(gla_reference, q, k, v, log_decay, **options)
     elif name == "triton":
-        o, state = implementation("gla", name).triton_gla(q, k, v, log_decay, initial_state, cu_seqlens)
+        o, state = implementation("gla", name).out_fwd(q, k, v, log_decay, initial_state, cu_seqlens)
     else:
         o, state = ChunkedGLA.apply(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None

@@ -118,8 +118,7 @@ def lightnet_attention(
         options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(lightnet_attention_reference, q, k, v, **options)
     elif name == "triton":
-        triton = implementation("lightnet", name)
-        o, state = triton.triton_lightnet_attention(q, k, v, angles, initial_state, cu_seqlens)
+        o, state = implementation("lightnet", name).out_fwd(q, k, v, angles, initial_state, cu_seqlens)
     else:
         o, state = _chunked(q, k, v, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None

@@ -164,8 +164,9 @@ def lightning_attention(
         options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(lightning_attention_reference, q, k, v, log_decay, **options)
     elif name == "triton":
-        triton = implementation("lightning", name)
-        o, state = triton.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
+        o, state = implementation("lightning", name).out_fwd(
+            q, k, v, log_decay, initial_state, cu_seqlens, angles=angles
+        )
     else:
         o, state = _chunked(q, k, v, log_decay, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None

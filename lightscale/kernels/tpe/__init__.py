@@ -86,7 +86,7 @@ def tpe_scan(
         options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         y, state = in_state_dtype(tpe_scan_reference, x, log_decay, gamma, **options)
     elif name == "triton":
-        y, state = implementation("tpe", name).triton_tpe_scan(x, log_decay, gamma, initial_state, cu_seqlens)
+        y, state = implementation("tpe", name).out_fwd(x, log_decay, gamma, initial_state, cu_seqlens)
     else:
         y, state = ChunkedTPEScan.apply(x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
     return y, state if output_final_state else None

@@ -13,16 +13,7 @@ from lightscale.kernels.common.triton.recurrent import recurrent_step as one_tok
 from lightscale.kernels.gla.triton.cases import COMPILE_CASES
 from lightscale.kernels.gla.triton.passes import GLARows, decayed, key_gradients, outputs, scan
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "query_grad",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_gla",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "query_grad", "recurrent_step", "state_bwd", "state_fwd"]
 
 
 @torch.library.custom_op("lightscale::gla_state_fwd", mutates_args=())
@@ -127,19 +118,6 @@ def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]
 _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def triton_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The operator: (o, final state), differentiable; only the inputs are saved."""
-    o, state = _out_fwd(q, k, v, log_decay, initial_state, cu_seqlens)
-    return o, state
-
-
 def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """S_loc and D, see ``chunked.state_fwd``."""
     local, through = _state_fwd(k, v, log_decay, cu_seqlens)
@@ -154,8 +132,9 @@ def out_fwd(
     S_in: Tensor | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_gla(q, k, v, log_decay, S_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; only the inputs are saved for its gradient."""
+    o, state = _out_fwd(q, k, v, log_decay, S_in, cu_seqlens)
+    return o, state
 
 
 def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

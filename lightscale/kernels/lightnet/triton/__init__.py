@@ -20,15 +20,7 @@ from lightscale.kernels.lightnet.triton.kernels import recurrent
 from lightscale.kernels.lightnet.triton.passes import Backward, LightNetRow, attend, scan, weights_of
 from lightscale.kernels.lightnet.triton.tiling import recurrent_constants
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_lightnet_attention",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd", "state_fwd"]
 
 
 def _state(z: Tensor | None, S: Tensor | None) -> LightNetState | None:
@@ -175,19 +167,6 @@ def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | No
 _out_fwd.register_autograd(_backward, setup_context=_save)
 
 
-def triton_lightnet_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    initial_state: LightNetState | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, LightNetState]:
-    """The operator: (o, final state), differentiable; the inputs and the final state are saved."""
-    o, z, S = _out_fwd(q, k, v, *parts_of(angles), *(initial_state or (None, None)), cu_seqlens)
-    return o, LightNetState(z, S)
-
-
 def state_fwd(
     k: Tensor, v: Tensor, angles: Angles | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[LightNetState, Tensor]:
@@ -204,8 +183,9 @@ def out_fwd(
     state_in: LightNetState | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LightNetState]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_lightnet_attention(q, k, v, angles, state_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; the inputs and that state are saved."""
+    o, z, S = _out_fwd(q, k, v, *parts_of(angles), *(state_in or (None, None)), cu_seqlens)
+    return o, LightNetState(z, S)
 
 
 def state_bwd(

@@ -15,15 +15,7 @@ from lightscale.kernels.lightning.chunked import Gradients
 from lightscale.kernels.lightning.triton.cases import COMPILE_CASES
 from lightscale.kernels.lightning.triton.passes import LightningRows, decay_gradient, products, scan
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_lightning_attention",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd", "state_fwd"]
 
 
 @torch.library.custom_op("lightscale::lightning_state_fwd", mutates_args=())
@@ -177,20 +169,6 @@ def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]
 _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def triton_lightning_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    angles: Angles | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The operator: (o, final state), differentiable; only the inputs are saved."""
-    o, state = _out_fwd(q, k, v, log_decay, *parts_of(angles), initial_state, cu_seqlens)
-    return o, state
-
-
 def state_fwd(
     k: Tensor,
     v: Tensor,
@@ -214,8 +192,9 @@ def out_fwd(
     *,
     angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_lightning_attention(q, k, v, log_decay, angles, S_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; only the inputs are saved for its gradient."""
+    o, state = _out_fwd(q, k, v, log_decay, *parts_of(angles), S_in, cu_seqlens)
+    return o, state
 
 
 def state_bwd(
