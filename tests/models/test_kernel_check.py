@@ -47,13 +47,13 @@ def test_of_relations_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch,
 def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One head's outputs are 10 % too large."""
     module = implementation("gla", "triton")
-    right = module.triton_gla
+    right = module.out_fwd
 
     def scaled(*args: Any) -> Any:
         o, state = right(*args)
         return torch.cat([1.1 * o[:, :, :1], o[:, :, 1:]], dim=2), state
 
-    monkeypatch.setattr(module, "triton_gla", scaled)
+    monkeypatch.setattr(module, "out_fwd", scaled)
     found = wrong("hgrn2")
     assert {one.operator for one in found} == {"gla"}
     assert found[0].result == "output"
@@ -84,8 +84,8 @@ def test_a_wrong_gradient_of_learned_angles_is_named(
 
 def test_nan_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     module = implementation("gla", "triton")
-    right = module.triton_gla
-    monkeypatch.setattr(module, "triton_gla", lambda *args: (right(*args)[0] * torch.nan, None))
+    right = module.out_fwd
+    monkeypatch.setattr(module, "out_fwd", lambda *args: (right(*args)[0] * torch.nan, None))
     assert "gla: output is off by nan, limit 0.0001" in [str(one) for one in wrong("hgrn2")]
 
 
@@ -93,7 +93,7 @@ def test_a_kernel_that_does_not_run_is_a_mismatch(monkeypatch: pytest.MonkeyPatc
     def refuse(*args: Any) -> None:
         raise RuntimeError("PTX of a newer version\nand a long listing")
 
-    monkeypatch.setattr(implementation("gla", "triton"), "triton_gla", refuse)
+    monkeypatch.setattr(implementation("gla", "triton"), "out_fwd", refuse)
     assert [str(one) for one in wrong("hgrn2")] == ["gla: does not run: RuntimeError: PTX of a newer version"]
 
 

@@ -2,7 +2,7 @@
 
 Triton on GPUs, PyTorch in chunks elsewhere, or what was asked for. An operator calls ``choose_backend`` and gets the
 module of a back-end by ``implementation``; what sequence parallelism and generation call of it, its passes and its
-recurrent step, are functions of ``chunked.py`` that ``dispatch_pass`` and ``dispatch_step`` hand to the same choice.
+recurrent step, are functions of ``chunked.py`` that ``dispatch_passes`` and ``dispatch_step`` hand to the same choice.
 """
 
 import os
@@ -11,7 +11,7 @@ from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Passes = TypeVarTuple("_Passes")
 
 _default = AUTO
 _loaded: dict[str, ModuleType] = {}
@@ -114,6 +115,12 @@ def dispatch_pass(operator: str, chunked: Callable[_P, _R]) -> Callable[_P, _R]:
         return _function(operator, name, chunked)(*args, **kwargs)
 
     return run
+
+
+def dispatch_passes(operator: str, *chunked: *_Passes) -> tuple[*_Passes]:
+    """``dispatch_pass`` of each pass of an operator, in their order."""
+    passes = cast("tuple[Callable[..., Any], ...]", chunked)
+    return cast("tuple[*_Passes]", tuple(dispatch_pass(operator, one) for one in passes))
 
 
 def dispatch_step(operator: str, chunked: Callable[_P, _R]) -> Callable[_P, _R]:

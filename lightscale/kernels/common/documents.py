@@ -50,3 +50,8 @@ def document_numbers(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> T
     starts = starts[:-1].view(num_rows, num_tokens)
     starts[:, :1] = 0
     return starts.cumsum(1)
+
+
+def numbers_or_none(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None:
+    """``document_numbers`` of the rows of x (B, T, …); None without boundaries."""
+    return None if cu_seqlens is None else document_numbers(cu_seqlens, num_rows=x.shape[0], num_tokens=x.shape[1])

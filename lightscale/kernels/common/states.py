@@ -53,6 +53,16 @@ def without_autocast(function: Callable[Concatenate[Tensor, _P], _R]) -> Callabl
     return run
 
 
+def without_state(row_gradients: Callable[_P, tuple[_R, Any]]) -> Callable[_P, _R]:
+    """The pass ``grad_bwd``: ``row_gradients`` of a row's inputs and its incoming state, less that of the state."""
+
+    @wraps(row_gradients, assigned=("__module__", "__doc__"))
+    def grad_bwd(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return row_gradients(*args, **kwargs)[0]
+
+    return grad_bwd
+
+
 def state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor, key_width: int | None = None) -> Tensor:
     """A copy of ``state`` (B, H, K, V) in the states' dtype, or zeros for rows of q (B, T, H, K), v (B, T, H, V).
 

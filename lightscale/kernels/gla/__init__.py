@@ -11,7 +11,7 @@ from lightscale.errors import UserError
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
-    dispatch_pass,
+    dispatch_passes,
     dispatch_step,
     implementation,
     preload_backends,
@@ -22,22 +22,12 @@ from lightscale.kernels.gla import chunked
 from lightscale.kernels.gla.chunked import DEFAULT_CHUNK_SIZE, ChunkedGLA
 from lightscale.kernels.gla.reference import gla_reference
 
-__all__ = [
-    "gla",
-    "gla_reference",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "state_bwd",
-    "state_dtype",
-    "state_fwd",
-]
+__all__ = ["gla", "gla_reference", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd", "state_dtype", "state_fwd"]
 
 
-state_fwd = dispatch_pass("gla", chunked.state_fwd)
-out_fwd = dispatch_pass("gla", chunked.out_fwd)
-state_bwd = dispatch_pass("gla", chunked.state_bwd)
-grad_bwd = dispatch_pass("gla", chunked.grad_bwd)
+state_fwd, out_fwd, state_bwd, grad_bwd = dispatch_passes(
+    "gla", chunked.state_fwd, chunked.out_fwd, chunked.state_bwd, chunked.grad_bwd
+)
 recurrent_step = dispatch_step("gla", chunked.recurrent_step)
 
 
@@ -88,7 +78,7 @@ def gla(
         options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(gla_reference, q, k, v, log_decay, **options)
     elif name == "triton":
-        o, state = implementation("gla", name).triton_gla(q, k, v, log_decay, initial_state, cu_seqlens)
+        o, state = implementation("gla", name).out_fwd(q, k, v, log_decay, initial_state, cu_seqlens)
     else:
         o, state = ChunkedGLA.apply(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.documents import document_numbers
+from lightscale.kernels.common.chunks import Chunks, cut_rows
+from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.gla.decays import LOG_ZERO, GLADecays, Sums, chunk_sums
 
 # Elements of one operand of a chunk batch: 0.25 MiB in fp32, because the states of the batch, K / C times as
@@ -35,35 +36,28 @@ class GLAMasks(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GLAChunkBatch:
+class GLAChunkBatch(Chunks):
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
     Tensors of a batch are (G, B, H, L, width), contiguous. Resets select instead of multiplying by zero, so
     that a state that overflowed in one document gives no NaN in the next.
     """
 
-    start: int
-    num_chunks: int
-    chunk_tokens: int
     sums: Sums
     masks: GLAMasks | None
 
     def load(self, x: Tensor) -> Tensor:
         """A copy (never a view) of this batch's tokens of x (B, T, H, width), in the arithmetic's dtype."""
         # Chunks first, because states go from chunk to chunk and each one must be contiguous.
-        return self._copy(self._tokens(x).permute(1, 0, 3, 2, 4))
+        return self._copy(self.tokens(x).permute(1, 0, 3, 2, 4))
 
     def store(self, out: Tensor, x: Tensor) -> None:
         """Write x into this batch's tokens of out (B, T, H, width)."""
-        self._tokens(out).permute(1, 0, 3, 2, 4).copy_(x)
+        self.tokens(out).permute(1, 0, 3, 2, 4).copy_(x)
 
     def _load_rows(self, x: Tensor) -> Tensor:
         """As ``load``, but (B, H, G, L, width), so that the tokens of a row stay together."""
-        return self._copy(self._tokens(x).permute(0, 3, 1, 2, 4))
-
-    def _tokens(self, x: Tensor) -> Tensor:
-        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens))
+        return self._copy(self.tokens(x).permute(0, 3, 1, 2, 4))
 
     def _copy(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=self.sums.upto.dtype, device=x.device).copy_(x)
@@ -178,45 +172,32 @@ def chunk_batches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: i
     num_rows, num_tokens, num_heads, key_width = q.shape
     chunk_elements = num_rows * num_heads * chunk_size * max(key_width, v.shape[3])
     batch_chunks = max(-(-_BATCH_TOKENS // chunk_size), _BATCH_ELEMENTS // max(1, chunk_elements))
-    documents = None
-    if cu_seqlens is not None:
-        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
-    whole, rest = divmod(num_tokens, chunk_size)
+    documents = numbers_or_none(cu_seqlens, q)
     sums = chunk_sums(chunk_size, q)
-    cuts = [(c, min(batch_chunks, whole - c), chunk_size) for c in range(0, whole, batch_chunks)]
-    if rest:
-        cuts.append((whole, 1, rest))
-    batches = []
-    for first_chunk, num_chunks, chunk_tokens in cuts:
-        start = first_chunk * chunk_size
-        batches.append(
-            GLAChunkBatch(
-                start=start,
-                num_chunks=num_chunks,
-                chunk_tokens=chunk_tokens,
-                sums=sums if chunk_tokens == chunk_size else chunk_sums(chunk_tokens, q),
-                masks=None if documents is None else _masks(documents, start, num_chunks, chunk_tokens),
-            )
+    return [
+        GLAChunkBatch(
+            **vars(cut),
+            sums=sums if cut.chunk_tokens == chunk_size else chunk_sums(cut.chunk_tokens, q),
+            masks=_masks(cut, documents),
         )
-    return batches
+        for cut in cut_rows(num_tokens, chunk_size, batch_chunks)
+    ]
 
 
-def _masks(documents: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> GLAMasks | None:
-    """The masks of a batch, or None when no document begins in it: boundaries cost only where they are."""
-    here = documents.narrow(1, start, num_chunks * chunk_tokens)
-    before = documents[:, start - 1] if start else torch.zeros_like(documents[:, 0])
-    if torch.equal(here[:, -1], before):
+def _masks(cut: Chunks, documents: Tensor | None) -> GLAMasks | None:
+    """The masks of a batch, or None when no document begins in it."""
+    found = cut.masks_by(documents)
+    if documents is None or found is None:
         return None
-    tokens = here.unflatten(1, (num_chunks, chunk_tokens)).transpose(0, 1)  # (G, B, L)
-    previous = torch.cat([before[:, None], here[:, :-1]], dim=1)
-    previous = previous.unflatten(1, (num_chunks, chunk_tokens)).transpose(0, 1)
-    entering, leaving = previous[:, :, :1], tokens[:, :, -1:]
+    here = documents.narrow(1, cut.start, cut.num_chunks * cut.chunk_tokens)
+    before = documents[:, cut.start - 1, None] if cut.start else torch.zeros_like(documents[:, :1])
+    begins = (here.diff(dim=1, prepend=before) > 0).unflatten(1, (cut.num_chunks, cut.chunk_tokens))
     return GLAMasks(
-        begins=(tokens != previous)[:, :, None, :, None],
-        incoming=(tokens == entering)[:, :, None, :, None],
-        outgoing=(tokens == leaving)[:, :, None, :, None],
-        through=(entering == leaving)[:, :, None, :, None],
-        pairs=(tokens[:, :, :, None] == tokens[:, :, None, :])[:, :, None],
-        first=(here == before[:, None])[:, None, :, None],
+        begins=begins.transpose(0, 1)[:, :, None, :, None],
+        incoming=found.incoming.transpose(0, 1),
+        outgoing=found.outgoing.transpose(0, 1),
+        through=found.through.transpose(0, 1),
+        pairs=found.pairs.transpose(0, 1),
+        first=(here == before)[:, None, :, None],
         last=(here == here[:, -1:])[:, None, :, None],
     )

@@ -3,6 +3,10 @@
 The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in
 docs/reference/operators/gla.md. Names of shapes: B rows, T tokens, H heads, K key width, V value width. Inside,
 everything is fp32, or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
+
+Arguments of all passes: queries q and keys k (B, T, H, K), values v and cotangents do of the outputs (B, T, H, V).
+log_decay is (B, T, H, K). T may be 0. cu_seqlens (N+1,) are the boundaries of documents, or None. chunk_size is the
+number of tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import Arriving, arrived, state_dtype, state_or_zeros, without_autocast
+from lightscale.kernels.common.states import (
+    Arriving,
+    arrived,
+    state_dtype,
+    state_or_zeros,
+    without_autocast,
+    without_state,
+)
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
 # Tokens of a chunk. Short, because a chunk takes the slower form by halves once a channel forgets more than e^-60 in
@@ -27,9 +38,6 @@ def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None
     """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
 
     Args:
-        k: keys (B, T, H, K); T may be 0.
-        v: values (B, T, H, V).
-        log_decay: (B, T, H, K).
         cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
             it then takes D as 0.
 
@@ -64,13 +72,7 @@ def out_fwd(
     """The outputs o (B, T, H, V) of a row that S_in (B, H, K, V) enters, and the state that leaves it.
 
     Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: (B, T, H, K).
         S_in: zero when None; only the row's first document reads it.
-        cu_seqlens: (N+1,) or None.
-        chunk_size: tokens of a chunk.
     """
     state = state_or_zeros(S_in, q, v)
     o = v.new_empty(v.shape)
@@ -120,12 +122,6 @@ def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | Non
 
     The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first document reads the
     incoming state; a caller whose row begins with a new document takes U as 0.
-
-    Args:
-        q: queries (B, T, H, K); T may be 0.
-        do: cotangents of the outputs (B, T, H, V).
-        log_decay: (B, T, H, K).
-        cu_seqlens: (N+1,) or None.
     """
     dstate = state_or_zeros(None, q, do)
     for batch in reversed(chunk_batches(q, do, cu_seqlens, DEFAULT_CHUNK_SIZE)):
@@ -133,14 +129,13 @@ def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | Non
     return dstate
 
 
-class GLARowGradients(NamedTuple):
+class GLAGradients(NamedTuple):
     """Gradients of a row's inputs, each of its input's shape and dtype."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor
-    S_in: Tensor
 
 
 class _BatchGradients(NamedTuple):
@@ -200,8 +195,14 @@ def row_gradients(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> GLARowGradients:
-    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+) -> tuple[GLAGradients, Tensor]:
+    """The gradients of a row's q, k, v and log_decay, and that of its incoming state.
+
+    Args:
+        S_in: the state (B, H, K, V) that entered the row; zero when None.
+        dS_end: the cotangent (B, H, K, V) of the state that left it, or a function that waits for it; zero when None.
+
+    """
     batches = chunk_batches(q, v, cu_seqlens, chunk_size)
     # First from left to right, keeping one state per batch; those inside a batch are made again on the way back, so
     # that what is kept does not grow with the number of chunks.
@@ -216,38 +217,10 @@ def row_gradients(
         for out, x in zip((dq, dk, dv, dlog_decay), gradients[:4], strict=True):
             batch.store(out, x)
         dstate = gradients.state
-    return GLARowGradients(dq, dk, dv, dlog_decay, dstate)
+    return GLAGradients(dq, dk, dv, dlog_decay), dstate
 
 
-def grad_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-    *,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of a row's q, k, v and log_decay.
-
-    Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: (B, T, H, K).
-        do: cotangents of the outputs (B, T, H, V).
-        S_in: the state (B, H, K, V) that entered the row; zero when None.
-        dS_end: the cotangent (B, H, K, V) of the state that left it, or a function that waits for it; zero when None.
-        cu_seqlens: (N+1,) or None.
-        chunk_size: tokens of a chunk.
-
-    Returns:
-        dq, dk, dv, dlog_decay, each of its input's shape and dtype.
-    """
-    return row_gradients(q, k, v, log_decay, do, S_in, dS_end, cu_seqlens, chunk_size=chunk_size)[:4]
+grad_bwd = without_state(row_gradients)
 
 
 @without_autocast
@@ -266,28 +239,19 @@ class ChunkedGLA(torch.autograd.Function):
     """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """(o, final state) of the arguments of ``out_fwd``."""
-        ctx.save_for_backward(q, k, v, log_decay, initial_state, cu_seqlens)
-        ctx.chunk_size = chunk_size
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """(o, final state) of q, k, v, log_decay, initial_state, cu_seqlens, chunk_size; see ``out_fwd``."""
+        *tensors, ctx.chunk_size = inputs
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size=chunk_size)
+        return out_fwd(*tensors, chunk_size=ctx.chunk_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
         q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
-        gradients = row_gradients(
+        gradients, dS_in = row_gradients(
             q,
             k,
             v,
@@ -298,5 +262,4 @@ class ChunkedGLA(torch.autograd.Function):
             cu_seqlens,
             chunk_size=ctx.chunk_size,
         )
-        dinitial_state = gradients.S_in if ctx.needs_input_grad[4] else None
-        return *gradients[:4], dinitial_state, None, None
+        return *gradients, dS_in if ctx.needs_input_grad[4] else None, None, None

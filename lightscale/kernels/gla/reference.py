@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.references import beginnings, cleared
+
 
 def gla_reference(
     q: Tensor,
@@ -15,33 +17,16 @@ def gla_reference(
 ) -> tuple[Tensor, Tensor]:
     """S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t, the recurrence written out.
 
-    Everything is computed in the dtype of the inputs, so fp64 inputs give an fp64 oracle, and autograd
-    differentiates it. Nothing here is shared with the chunked form.
-
-    Args:
-        q: queries (B, T, H, K).
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: log f (B, T, H, K), at most 0; -inf forgets the channel.
-        initial_state: S_0 (B, H, K, V), zero when None. Only the first document of each row reads it.
-        cu_seqlens: (N+1,) document boundaries over the flattened B·T tokens, every row start included.
-
-    Returns:
-        The outputs (B, T, H, V) and each row's last state (B, H, K, V).
+    Arguments and results are those of ``gla``. Everything is computed in the dtype of the inputs, so fp64
+    inputs give an fp64 oracle, and autograd differentiates it. The chunked form shares none of it.
     """
-    num_rows, num_tokens = q.shape[:2]
     state = k.new_zeros(*k.shape[0::2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
-    document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
 
     outputs = []
     # unbind, because the backward of x[:, t] writes a whole zero tensor for every token.
-    tokens = zip(q.unbind(1), k.unbind(1), v.unbind(1), log_decay.exp().unbind(1), strict=True)
-    for t, (q_t, k_t, v_t, decay_t) in enumerate(tokens):
-        state = decay_t.unsqueeze(-1) * state
-        restarts = [t > 0 and row * num_tokens + t in document_starts for row in range(num_rows)]
-        if any(restarts):
-            fresh = torch.tensor(restarts, device=q.device)[:, None, None, None]
-            state = torch.where(fresh, torch.zeros_like(state), state)
+    tokens = (x.unbind(1) for x in (q, k, v, log_decay.exp()))
+    for q_t, k_t, v_t, decay_t, begins in zip(*tokens, beginnings(cu_seqlens, q), strict=True):
+        state = cleared(decay_t.unsqueeze(-1) * state, begins)
         state = state + k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
         outputs.append((q_t.unsqueeze(-2) @ state).squeeze(-2))
     return torch.stack(outputs, dim=1) if outputs else v.clone(), state

@@ -12,7 +12,7 @@ from lightscale.kernels.common.angles import Angles, check_angles, parts_of, wid
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
-    dispatch_pass,
+    dispatch_passes,
     dispatch_step,
     implementation,
     preload_backends,
@@ -56,10 +56,9 @@ __all__ = [
 ]
 
 
-state_fwd = dispatch_pass("lightnet", chunked.state_fwd)
-out_fwd = dispatch_pass("lightnet", chunked.out_fwd)
-state_bwd = dispatch_pass("lightnet", chunked.state_bwd)
-grad_bwd = dispatch_pass("lightnet", chunked.grad_bwd)
+state_fwd, out_fwd, state_bwd, grad_bwd = dispatch_passes(
+    "lightnet", chunked.state_fwd, chunked.out_fwd, chunked.state_bwd, chunked.grad_bwd
+)
 recurrent_step = dispatch_step("lightnet", chunked.recurrent_step)
 
 
@@ -100,12 +99,7 @@ def lightnet_attention(
             they are read, never in memory, and the state has 2K rows; theta may require a gradient. None for none.
         initial_state: z (B, H, K) and S (B, H, R, V) that enter each row, R = K or 2K, fp32 (fp64 for fp64
             inputs); empty when None. Only the first document of a row reads it.
-        output_final_state: also return the state after each row's last token.
-        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
-            included. No state passes from one document to the next.
-        chunk_size: tokens that the chunked form computes at once; a matter of speed only.
-        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
-            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        output_final_state, cu_seqlens, chunk_size, backend: as in ``gla``.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state, fp32 (fp64 for fp64 inputs).
@@ -124,8 +118,7 @@ def lightnet_attention(
         options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(lightnet_attention_reference, q, k, v, **options)
     elif name == "triton":
-        triton = implementation("lightnet", name)
-        o, state = triton.triton_lightnet_attention(q, k, v, angles, initial_state, cu_seqlens)
+        o, state = implementation("lightnet", name).out_fwd(q, k, v, angles, initial_state, cu_seqlens)
     else:
         o, state = _chunked(q, k, v, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None

@@ -3,6 +3,10 @@
 The mathematics, with the derivation of the backward, is in docs/reference/operators/lightnet.md. Names of shapes: B
 rows, T tokens, H heads, K key width, V value width, R rows of the state: K, or 2K with angles. Inside, everything is
 fp32, or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
+
+Arguments of all passes: queries q and log-keys k (B, T, H, K), values v and cotangents do of the outputs (B, T, H, V).
+angles have theta (H, K) and positions (B, T), or are None. T may be 0. cu_seqlens (N+1,) are the boundaries of
+documents, or None. chunk_size is the number of tokens of a chunk.
 """
 
 from collections.abc import Iterator
@@ -15,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, Phases, angles_of, phases_of
-from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import Arriving, arrived, state_dtype
+from lightscale.kernels.common.documents import numbers_or_none
+from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_state
 from lightscale.kernels.lightnet.factors import LightNetChunkBatch, chunk_batches
 from lightscale.kernels.lightnet.initial_z import initial_z_gradient
 from lightscale.kernels.lightnet.state import (
@@ -86,19 +90,19 @@ class _Row:
         return chunk_batches(self.k, z, self.documents, width=width, chunk_size=self.chunk_size, dtype=self.dtype)
 
     def load(self, batch: LightNetChunkBatch, x: Tensor) -> Tensor:
-        return batch.cut.load(x, self.dtype)
+        return batch.cut.copied(x, self.dtype)
 
     def load_phases(self, batch: LightNetChunkBatch) -> Phases | None:
         """cos and sin (B, G, H, L, K) each."""
         if self.angles is None:
             return None
-        cos, sin = phases_of(Angles(self.angles.theta, batch.cut.of(self.angles.positions)), self.dtype)
+        cos, sin = phases_of(Angles(self.angles.theta, batch.cut.tokens(self.angles.positions)), self.dtype)
         return cos.transpose(2, 3).contiguous(), sin.transpose(2, 3).contiguous()
 
     def angle_gradient(self, batch: LightNetChunkBatch, of_angles: Tensor) -> Tensor:
         """dtheta (H, K), fp64, by the gradients (B, G, H, L, K) of the angles of these tokens."""
         assert self.angles is not None
-        positions = batch.cut.of(self.angles.positions).double()
+        positions = batch.cut.tokens(self.angles.positions).double()
         return torch.einsum("bgl,bghlk->hk", positions, of_angles.double())
 
     def scan_states(self, batch: LightNetChunkBatch, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,9 +112,7 @@ class _Row:
 
 
 def _row(k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None, chunk_size: int) -> _Row:
-    documents = None
-    if cu_seqlens is not None:
-        documents = document_numbers(cu_seqlens, num_rows=k.shape[0], num_tokens=k.shape[1])
+    documents = numbers_or_none(cu_seqlens, k)
     return _Row(k=k, v=v, angles=angles, documents=documents, chunk_size=chunk_size)
 
 
@@ -126,12 +128,8 @@ def state_fwd(
     """The summary of a row for the ranks behind it: ``merge(entering, local, through)`` is what leaves it.
 
     Args:
-        k: log-keys (B, T, H, K); T may be 0.
-        v: values (B, T, H, V).
-        angles: theta (H, K) and positions (B, T), or None.
         cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
             it then takes ``through`` as 0.
-        chunk_size: tokens of a chunk.
 
     Returns:
         The row's outgoing state (z_loc, S_loc) from an empty one, and ``through`` (B,) in the states' dtype: 1,
@@ -163,13 +161,7 @@ def out_fwd(
     """The outputs o (B, T, H, V) of a row that ``state_in`` enters, and the state that leaves it.
 
     Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: log-keys (B, T, H, K).
-        v: values (B, T, H, V).
-        angles: theta (H, K) and positions (B, T), or None.
         state_in: z (B, H, K) and S (B, H, R, V), empty when None; only the row's first document reads it.
-        cu_seqlens: (N+1,) or None.
-        chunk_size: tokens of a chunk.
     """
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
@@ -250,9 +242,6 @@ def state_bwd(
     The whole cotangent is this plus the cotangent that leaves, scaled by ``passed_share``.
     A caller whose row begins with a new document takes it as 0. R needs the gradient of the queries, hence the
     keys, the values and the incoming state; arguments as those of ``out_fwd``.
-
-    Args:
-        do: cotangents of the outputs (B, T, H, V).
     """
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
@@ -289,7 +278,14 @@ def row_gradients(
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[LightNetGradients, StateCotangent]:
-    """Every gradient of a row, and that of its incoming state; the arguments are those of ``grad_bwd``."""
+    """The gradients of a row's q, k and v, in their dtypes, and of theta, if asked for; and that of its incoming state.
+
+    Args:
+        state_in: the state that entered the row; empty when None.
+        cotangent: (dS, ρ) of the state that left it, in the form that is passed on, or a function that waits for
+            it; zero when None.
+        with_theta: compute dtheta; needs angles.
+    """
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
@@ -323,36 +319,7 @@ def row_gradients(
         return LightNetGradients(dq, dk, dv, dtheta), running
 
 
-def grad_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    do: Tensor,
-    state_in: LightNetState | None,
-    cotangent: Arriving[StateCotangent | None],
-    cu_seqlens: Tensor | None = None,
-    *,
-    with_theta: bool = False,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> LightNetGradients:
-    """The gradients of a row's q, k and v, in their dtypes, and of theta, if asked for.
-
-    Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: log-keys (B, T, H, K).
-        v: values (B, T, H, V).
-        angles: theta (H, K) and positions (B, T), or None.
-        do: cotangents of the outputs (B, T, H, V).
-        state_in: the state that entered the row; empty when None.
-        cotangent: (dS, ρ) of the state that left it, in the form that is passed on, or a function that waits for
-            it; zero when None.
-        cu_seqlens: (N+1,) or None.
-        with_theta: compute dtheta; needs angles.
-        chunk_size: tokens of a chunk.
-    """
-    options: dict[str, Any] = {"with_theta": with_theta, "chunk_size": chunk_size}
-    return row_gradients(q, k, v, angles, do, state_in, cotangent, cu_seqlens, **options)[0]
+grad_bwd = without_state(row_gradients)
 
 
 def recurrent_step(
@@ -377,23 +344,13 @@ class ChunkedLightNetAttention(torch.autograd.Function):
     """``out_fwd`` and ``row_gradients`` as one differentiable call; the inputs and the final state are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        theta: Tensor | None,
-        positions: Tensor | None,
-        z: Tensor | None,
-        S: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(o, final z, final S) of the arguments of ``out_fwd``."""
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(o, final z, final S) of q, k, v, theta, positions, z, S, cu_seqlens, chunk_size; see ``out_fwd``."""
+        *tensors, ctx.chunk_size = inputs
+        q, k, v, theta, positions, z, S, cu_seqlens = tensors
         state_in = None if z is None or S is None else LightNetState(z, S)
-        o, end = out_fwd(q, k, v, angles_of(theta, positions), state_in, cu_seqlens, chunk_size=chunk_size)
-        ctx.save_for_backward(q, k, v, theta, positions, z, S, cu_seqlens, end.z, end.S)
-        ctx.chunk_size = chunk_size
+        o, end = out_fwd(q, k, v, angles_of(theta, positions), state_in, cu_seqlens, chunk_size=ctx.chunk_size)
+        ctx.save_for_backward(*tensors, *end)
         ctx.set_materialize_grads(False)
         return o, end.z, end.S
 

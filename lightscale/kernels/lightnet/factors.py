@@ -9,10 +9,11 @@ tokens. Names of shapes: B rows, T tokens, H heads, K key width, L tokens of a c
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows
 
 # How far z may rise inside a chunk: e^60 times a query stays far from fp32's largest number, e^88.
 MAX_RISE = 60.0
@@ -25,68 +26,6 @@ _LOWEST = -1e30
 _BATCH_ELEMENTS = 2**17
 
 
-class LightNetMasks(NamedTuple):
-    """Which tokens of a batch belong together, where a document begins in one of its chunks."""
-
-    incoming: Tensor  # (B, G, 1, L, 1): the token continues the document of the state that enters its chunk
-    outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
-    through: Tensor  # (B, G, 1, 1): one document goes through the whole chunk
-    pairs: Tensor  # (B, G, 1, L, L): both tokens belong to one document, and the second is not the later one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """Where a batch lies in its rows, and how to copy it in and out."""
-
-    start: int
-    num_chunks: int
-    chunk_tokens: int
-
-    def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy (never a view) of these tokens of x (B, T, H, width) as (B, G, H, L, width)."""
-        chunks = self._chunks(x)
-        return torch.empty(chunks.shape, dtype=dtype, device=x.device).copy_(chunks)
-
-    def of(self, x: Tensor) -> Tensor:
-        """A view (B, G, L, …) of these tokens of x (B, T, …)."""
-        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens))
-
-    def store(self, out: Tensor, x: Tensor) -> None:
-        """Write x (B, G, H, L, width) to these tokens of out (B, T, H, width)."""
-        self._chunks(out).copy_(x)
-
-    def _chunks(self, x: Tensor) -> Tensor:
-        return self.of(x).transpose(2, 3)
-
-    def parts(self) -> list["Cut"]:
-        """The chunks one by one; of a single chunk, its two halves."""
-        if self.num_chunks > 1:
-            starts = range(self.start, self.start + self.num_chunks * self.chunk_tokens, self.chunk_tokens)
-            return [Cut(start=start, num_chunks=1, chunk_tokens=self.chunk_tokens) for start in starts]
-        half = self.chunk_tokens // 2
-        return [
-            Cut(start=self.start, num_chunks=1, chunk_tokens=half),
-            Cut(start=self.start + half, num_chunks=1, chunk_tokens=self.chunk_tokens - half),
-        ]
-
-    def masks(self, documents: Tensor) -> LightNetMasks | None:
-        """The masks of the batch, or None when no document begins in it: boundaries cost only where they are."""
-        here = documents.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        before = documents[:, self.start - 1] if self.start else torch.zeros_like(documents[:, 0])
-        if torch.equal(here[:, -1], before):
-            return None
-        here = here.unflatten(1, (self.num_chunks, self.chunk_tokens))  # (B, G, L)
-        last = here[:, :, -1:]
-        entering = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # (B, G, 1)
-        return LightNetMasks(
-            incoming=(here == entering)[:, :, None, :, None],
-            outgoing=(here == last)[:, :, None, :, None],
-            through=(entering == last)[:, :, :, None],
-            pairs=(here[:, :, :, None] == here[:, :, None, :]).tril_()[:, :, None],
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class LightNetChunkBatch:
     """Neighbouring chunks of equal length of every row, with the weights of their keys and queries.
@@ -94,8 +33,9 @@ class LightNetChunkBatch:
     Resets select instead of multiplying by zero, so that what overflowed in one document gives no NaN in the next.
     """
 
-    cut: Cut
-    masks: LightNetMasks | None
+    cut: Chunks
+    masks: ChunkMasks | None
+    """Of its pairs, only those whose second token is not the later one."""
     writes: Tensor  # (B, G, H, L, K): e^{k_s - r}, at most 1
     reads: Tensor  # (B, G, H, L, K): e^{r - z_t}, at most e^MAX_RISE; 0 where nothing was written yet
     enter: Tensor  # (B, G, H, K): e^{z - r} of the state that enters the chunk, at most 1
@@ -187,13 +127,7 @@ def chunk_batches(
     """
     num_rows, num_tokens, num_heads = k.shape[:3]
     most_chunks = max(1, _BATCH_ELEMENTS // (num_rows * num_heads * chunk_size * width))
-    whole, rest = divmod(num_tokens, chunk_size)
-    cuts = [
-        Cut(start=first * chunk_size, num_chunks=min(most_chunks, whole - first), chunk_tokens=chunk_size)
-        for first in range(0, whole, most_chunks)
-    ]
-    if rest:
-        cuts.append(Cut(start=whole * chunk_size, num_chunks=1, chunk_tokens=rest))
+    cuts = cut_rows(num_tokens, chunk_size, most_chunks)
     # A stack, because a batch in which z rises too far is replaced by its parts.
     cuts.reverse()
     z = z.double()
@@ -201,16 +135,33 @@ def chunk_batches(
         cut = cuts.pop()
         batch = _weigh(cut, k, z, documents, dtype)
         if batch is None:
-            cuts += reversed(cut.parts())
+            cuts += reversed(_parts(cut))
         else:
             z = batch.z_end
             yield batch
 
 
-def _weigh(cut: Cut, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torch.dtype) -> LightNetChunkBatch | None:
+def _parts(cut: Chunks) -> list[Chunks]:
+    """The chunks one by one; of a single chunk, its two halves."""
+    start, length = cut.start, cut.chunk_tokens
+    if cut.num_chunks > 1:
+        starts = range(start, start + cut.num_chunks * length, length)
+        return [Chunks(start=begin, num_chunks=1, chunk_tokens=length) for begin in starts]
+    half = length // 2
+    return [
+        Chunks(start=start, num_chunks=1, chunk_tokens=half),
+        Chunks(start=start + half, num_chunks=1, chunk_tokens=length - half),
+    ]
+
+
+def _weigh(
+    cut: Chunks, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torch.dtype
+) -> LightNetChunkBatch | None:
     """The batch of a cut, or None when z rises too far inside one of its chunks."""
-    masks = None if documents is None else cut.masks(documents)
-    k = cut.load(k, dtype)
+    masks = cut.masks_by(documents)
+    if masks is not None:
+        masks = masks._replace(pairs=masks.pairs.tril())
+    k = cut.copied(k, dtype)
     largest = k.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
     writes = (k - largest.unsqueeze(-2)).exp_()
     # 1 / reads: sums of positive terms, so that no weight needs a logarithm per token.
@@ -223,7 +174,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torc
             z = z.masked_fill(~masks.incoming[:, chunk, :, 0], -torch.inf)
         z_enter[:, chunk] = z
         if masks is not None:
-            z = z.masked_fill(~masks.through[:, chunk], -torch.inf)
+            z = z.masked_fill(~masks.through[:, chunk, :, 0], -torch.inf)
         z = torch.logaddexp(z, local[:, chunk])
 
     # At least the largest key and what entered: then writes and enter are at most 1, and only reads can be large.
@@ -249,7 +200,7 @@ def _weigh(cut: Cut, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torc
     )
 
 
-def _is_lost(sums: Tensor, k: Tensor, masks: LightNetMasks | None, z_enter: Tensor) -> bool:
+def _is_lost(sums: Tensor, k: Tensor, masks: ChunkMasks | None, z_enter: Tensor) -> bool:
     """Whether some of the sums of weights (B, G, H, L, K) are too small beside the reference point, yet not empty.
 
     A single token is its own reference, or the state that enters is: there nothing can be lost.

@@ -20,16 +20,19 @@ from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.attention import to_device
 from lightscale.kernels.common.angles import Angles, angles_of
-from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation
+from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_passes, implementation
 from lightscale.kernels.common.states import Arriving, arrived, without_autocast
 from lightscale.kernels.lightnet import noncausal_chunked
 from lightscale.kernels.lightnet.chunked import LightNetGradients
 from lightscale.kernels.lightnet.noncausal_chunked import Bounds
 from lightscale.kernels.lightnet.state import LightNetState, by_channel, merge
 
-document_states = dispatch_pass("lightnet_noncausal", noncausal_chunked.document_states)
-out_fwd = dispatch_pass("lightnet_noncausal", noncausal_chunked.out_fwd)
-document_cotangents = dispatch_pass("lightnet_noncausal", noncausal_chunked.document_cotangents)
+document_states, out_fwd, document_cotangents = dispatch_passes(
+    "lightnet_noncausal",
+    noncausal_chunked.document_states,
+    noncausal_chunked.out_fwd,
+    noncausal_chunked.document_cotangents,
+)
 
 
 def _passes(x: Tensor, backend: str) -> ModuleType:
@@ -137,23 +140,15 @@ class NoncausalLightNet(torch.autograd.Function):
     """The operator of whole rows; saved are its inputs and the documents' states."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        theta: Tensor | None,
-        positions: Tensor | None,
-        bounds: Bounds,
-        backend: str,
-    ) -> Tensor:
-        """See ``lightnet_noncausal``."""
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """The outputs of q, k, v, theta, positions, bounds, backend; see ``lightnet_noncausal``."""
+        *tensors, ctx.bounds, ctx.backend = inputs
+        q, k, v, theta, positions = tensors
         angles = angles_of(theta, positions)
-        passes = _passes(q, backend)
-        states: LightNetState = passes.document_states(k, v, angles, bounds)
-        ctx.bounds, ctx.backend = bounds, backend
-        ctx.save_for_backward(q, k, v, theta, positions, *states)
-        o: Tensor = passes.out_fwd(q, v, angles, states, bounds)
+        passes = _passes(q, ctx.backend)
+        states: LightNetState = passes.document_states(k, v, angles, ctx.bounds)
+        ctx.save_for_backward(*tensors, *states)
+        o: Tensor = passes.out_fwd(q, v, angles, states, ctx.bounds)
         return o
 
     @staticmethod

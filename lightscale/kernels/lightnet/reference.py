@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles
+from lightscale.kernels.common.references import beginnings, cleared
 from lightscale.kernels.lightnet.state import LightNetState
 
 
@@ -41,7 +42,6 @@ def lightnet_attention_reference(
         k.new_full((num_rows, num_heads, key_width), -torch.inf),
         v.new_zeros(num_rows, num_heads, state_rows, v.shape[3]),
     )
-    document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
     cos = sin = None
     if angles is not None:
         angle = angles.positions[:, :, None, None] * angles.theta
@@ -50,13 +50,9 @@ def lightnet_attention_reference(
     outputs = []
     # unbind, because the backward of x[:, t] writes a whole zero tensor for every token.
     columns = [[None] * num_tokens if x is None else x.unbind(1) for x in (q, k, v, cos, sin)]
-    for t, (q_t, k_t, v_t, cos_t, sin_t) in enumerate(zip(*columns, strict=True)):
+    for begins, q_t, k_t, v_t, cos_t, sin_t in zip(beginnings(cu_seqlens, q), *columns, strict=True):
         assert q_t is not None and k_t is not None and v_t is not None
-        restarts = [t > 0 and row * num_tokens + t in document_starts for row in range(num_rows)]
-        if any(restarts):
-            fresh = torch.tensor(restarts, device=q.device)[:, None, None]
-            z = z.masked_fill(fresh, -torch.inf)
-            S = S.masked_fill(fresh[..., None], 0.0)
+        z, S = cleared(z, begins, -torch.inf), cleared(S, begins)
         # Plain logaddexp has no gradient where both are -inf.
         larger = torch.maximum(z, k_t).detach()
         finite = larger > -torch.inf

@@ -24,7 +24,7 @@ from lightscale.kernels.common.angles import (
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
-    dispatch_pass,
+    dispatch_passes,
     dispatch_step,
     implementation,
     preload_backends,
@@ -73,10 +73,13 @@ def _by_decay(per_head: Callable[_P, _R], per_token: Callable[_P, _R]) -> Callab
     return run
 
 
-state_fwd = dispatch_pass("lightning", _by_decay(chunked.state_fwd, token_decays.state_fwd))
-out_fwd = dispatch_pass("lightning", _by_decay(chunked.out_fwd, token_decays.out_fwd))
-state_bwd = dispatch_pass("lightning", _by_decay(chunked.state_bwd, token_decays.state_bwd))
-grad_bwd = dispatch_pass("lightning", _by_decay(chunked.grad_bwd, token_decays.grad_bwd))
+state_fwd, out_fwd, state_bwd, grad_bwd = dispatch_passes(
+    "lightning",
+    _by_decay(chunked.state_fwd, token_decays.state_fwd),
+    _by_decay(chunked.out_fwd, token_decays.out_fwd),
+    _by_decay(chunked.state_bwd, token_decays.state_bwd),
+    _by_decay(chunked.grad_bwd, token_decays.grad_bwd),
+)
 _recurrent_step = dispatch_step("lightning", chunked.recurrent_step)
 
 
@@ -140,12 +143,7 @@ def lightning_attention(
             None for none.
         initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
             None. Only the first document of a row reads it.
-        output_final_state: also return the state after each row's last token.
-        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
-            included. No state passes from one document to the next.
-        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
-            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        output_final_state, cu_seqlens, chunk_size, backend: as in ``gla``.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state (B, H, K, V), fp32 (fp64 for fp64
@@ -166,8 +164,9 @@ def lightning_attention(
         options = {"angles": wide_angles(angles, q), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(lightning_attention_reference, q, k, v, log_decay, **options)
     elif name == "triton":
-        triton = implementation("lightning", name)
-        o, state = triton.triton_lightning_attention(q, k, v, log_decay, angles, initial_state, cu_seqlens)
+        o, state = implementation("lightning", name).out_fwd(
+            q, k, v, log_decay, initial_state, cu_seqlens, angles=angles
+        )
     else:
         o, state = _chunked(q, k, v, log_decay, angles, initial_state, cu_seqlens, chunk_size)
     return o, state if output_final_state else None

@@ -7,13 +7,13 @@ neighbours, a chunk batch, are computed at once.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, Phases, features, features_bwd, phases_of
-from lightscale.kernels.common.documents import document_numbers
+from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows
+from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.common.states import state_dtype
 
 # Elements of one operand of a chunk batch: 0.5 MiB in fp32, so that a batch's operands stay in the
@@ -50,46 +50,28 @@ class LightningDecays:
         return self.powers[:, num_tokens, None, None]
 
 
-class LightningMasks(NamedTuple):
-    """Which tokens of a chunk batch belong together, where a document begins in one of the chunks."""
-
-    incoming: Tensor  # (B, G, 1, L, 1): the token continues the document of the state that enters its chunk
-    outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
-    through: Tensor  # (B, G, 1, 1, 1): one document goes through the whole chunk
-    pairs: Tensor  # (B, G, 1, L, L): both tokens belong to one document
-
-
 @dataclass(frozen=True, kw_only=True)
-class LightningChunkBatch:
+class LightningChunkBatch(Chunks):
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
     Tensors of a batch are (B, G, H, L, width), contiguous. Resets select instead of multiplying by zero, so
     that a state that overflowed in one document gives no NaN in the next.
     """
 
-    start: int
-    num_chunks: int
-    chunk_tokens: int
     decays: LightningDecays
-    masks: LightningMasks | None
+    masks: ChunkMasks | None
 
     def load(self, x: Tensor, phases: Phases | None = None) -> Tensor:
         """A copy (never a view) of this batch's tokens of x (B, T, H, width), or of their features, in its dtype."""
-        tokens = self._tokens(x)
-        if phases is not None:
-            tokens = features(tokens.to(self.decays.dtype), phases)
-        chunks = tokens.transpose(2, 3)
-        return torch.empty(chunks.shape, dtype=self.decays.dtype, device=x.device).copy_(chunks)
-
-    def store(self, out: Tensor, x: Tensor) -> None:
-        """Write x into this batch's tokens of out (B, T, H, width)."""
-        self._tokens(out).transpose(2, 3).copy_(x)
+        if phases is None:
+            return self.copied(x, self.decays.dtype)
+        return features(self.tokens(x).to(self.decays.dtype), phases).transpose(2, 3).contiguous()
 
     def phases(self, angles: Angles | None) -> Phases | None:
         """Those of this batch's tokens, (B, G, L, H, K) each."""
         if angles is None:
             return None
-        return phases_of(Angles(angles.theta.detach(), self._tokens(angles.positions)), self.decays.dtype)
+        return phases_of(Angles(angles.theta.detach(), self.tokens(angles.positions)), self.decays.dtype)
 
     def narrow(
         self, x: Tensor, dx: Tensor, angles: Angles | None, phases: Phases | None
@@ -97,14 +79,9 @@ class LightningChunkBatch:
         """The gradients of this batch's x and of theta by those (B, G, H, L, F) of its features."""
         if angles is None or phases is None:
             return dx, None
-        here = Angles(angles.theta, self._tokens(angles.positions))
-        of_x, dtheta = features_bwd(self._tokens(x).to(dx.dtype), dx.transpose(2, 3), here, phases)
+        here = Angles(angles.theta, self.tokens(angles.positions))
+        of_x, dtheta = features_bwd(self.tokens(x).to(dx.dtype), dx.transpose(2, 3), here, phases)
         return of_x.transpose(2, 3), dtheta
-
-    def _tokens(self, x: Tensor) -> Tensor:
-        """A view (B, G, L, …) of this batch's tokens of x (B, T, …)."""
-        tokens = x.narrow(1, self.start, self.num_chunks * self.chunk_tokens)
-        return tokens.unflatten(1, (self.num_chunks, self.chunk_tokens))
 
     def causal_(self, scores: Tensor) -> Tensor:
         """Decay scores (B, G, H, L, L) in place; 0 for pairs of later tokens or of other documents."""
@@ -193,33 +170,6 @@ def chunk_batches(
     """
     num_rows, num_tokens, num_heads, value_width = v.shape
     batch_chunks = max(1, _BATCH_ELEMENTS // (num_rows * num_heads * chunk_size * max(width, value_width)))
-    documents = None
-    if cu_seqlens is not None:
-        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
-    whole, rest = divmod(num_tokens, chunk_size)
-    cuts = [(c, min(batch_chunks, whole - c), chunk_size) for c in range(0, whole, batch_chunks)]
-    if rest:
-        cuts.append((whole, 1, rest))
-    for first_chunk, num_chunks, chunk_tokens in cuts:
-        start = first_chunk * chunk_size
-        masks = None if documents is None else chunk_masks(documents, start, num_chunks, chunk_tokens)
-        yield LightningChunkBatch(
-            start=start, num_chunks=num_chunks, chunk_tokens=chunk_tokens, decays=decays, masks=masks
-        )
-
-
-def chunk_masks(documents: Tensor, start: int, num_chunks: int, chunk_tokens: int) -> LightningMasks | None:
-    """The masks of a batch, or None when no document begins in it: boundaries cost only where they are."""
-    here = documents.narrow(1, start, num_chunks * chunk_tokens)
-    before = documents[:, start - 1] if start else torch.zeros_like(documents[:, 0])
-    if torch.equal(here[:, -1], before):
-        return None
-    here = here.unflatten(1, (num_chunks, chunk_tokens))  # (B, G, L)
-    last = here[:, :, -1:]
-    entering = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # (B, G, 1)
-    return LightningMasks(
-        incoming=(here == entering)[:, :, None, :, None],
-        outgoing=(here == last)[:, :, None, :, None],
-        through=(entering == last)[:, :, None, :, None],
-        pairs=(here[:, :, :, None] == here[:, :, None, :])[:, :, None],
-    )
+    documents = numbers_or_none(cu_seqlens, v)
+    for cut in cut_rows(num_tokens, chunk_size, batch_chunks):
+        yield LightningChunkBatch(**vars(cut), decays=decays, masks=cut.masks_by(documents))

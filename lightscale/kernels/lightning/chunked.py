@@ -4,6 +4,10 @@ The mathematics, with the derivation of the backward and the counts of FLOPs and
 docs/reference/operators/lightning.md. Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width
 of the features of q and k: 2K with angles, which spread them where they are read, else K. Inside, everything is fp32,
 or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
+
+Arguments of all passes: queries q and keys k (B, T, H, K), values v and cotangents do of the outputs (B, T, H, V).
+log_decay is (H,) or None. T may be 0. cu_seqlens (N+1,) are the boundaries of documents, or None, and angles those of
+queries and keys, or None. chunk_size is the number of tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, angles_of, feature_width, features, phases_of
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import Arriving, arrived, state_dtype, state_or_zeros, without_autocast
+from lightscale.kernels.common.states import (
+    Arriving,
+    arrived,
+    state_dtype,
+    state_or_zeros,
+    without_autocast,
+    without_state,
+)
 from lightscale.kernels.lightning.chunk_batches import LightningDecays, chunk_batches
 
 # Tokens of a chunk: products inside it grow with its length, states to keep fall with it
@@ -51,12 +62,8 @@ def state_fwd(
     """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
 
     Args:
-        k: keys (B, T, H, K); T may be 0.
-        v: values (B, T, H, V).
-        log_decay: (H,) or None.
         cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
             it then takes D as 0.
-        angles: those of the keys, or None.
 
     Returns:
         S_loc (B, H, F, V), the row's outgoing state from a zero incoming state, and D (B, H), the decay from
@@ -90,14 +97,7 @@ def out_fwd(
     """The outputs o (B, T, H, V) of a row that S_in (B, H, F, V) enters, and the state that leaves it.
 
     Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: (H,) or None.
         S_in: zero when None; only the row's first document reads it.
-        cu_seqlens: (N+1,) or None.
-        angles: those of queries and keys, or None.
-        chunk_size: tokens of a chunk.
     """
     decays = LightningDecays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
     width = feature_width(q, angles)
@@ -126,13 +126,6 @@ def state_bwd(
 
     The whole cotangent is U + D ⊙ dS_end with the D of ``state_fwd``. Only the first document reads the
     incoming state; a caller whose row begins with a new document takes U as 0.
-
-    Args:
-        q: queries (B, T, H, K); T may be 0.
-        do: cotangents of the outputs (B, T, H, V).
-        log_decay: (H,) or None.
-        cu_seqlens: (N+1,) or None.
-        angles: those of the queries, or None.
     """
     num_rows, num_tokens, num_heads = q.shape[:3]
     decays = LightningDecays(log_decay, num_heads=num_heads, chunk_size=0, like=q)
@@ -171,7 +164,14 @@ def row_gradients(
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Gradients, Tensor]:
-    """Every gradient of a row, and that of its incoming state; the arguments are those of ``grad_bwd``."""
+    """The gradients of a row's q, k, v and, as asked for, of log_decay and theta; and that of its incoming state.
+
+    Args:
+        S_in: the state (B, H, F, V) that entered the row; zero when None.
+        dS_end: the cotangent (B, H, F, V) of the state that left it, or a function that waits for it; zero when None.
+        with_decay: compute dlog_decay, which costs one more pass over the states.
+        with_theta: compute dtheta; needs angles.
+    """
     decays = LightningDecays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
     width = feature_width(q, angles)
     batches = list(chunk_batches(v, width, decays, cu_seqlens, chunk_size))
@@ -227,51 +227,7 @@ def row_gradients(
     return Gradients(dq, dk, dv, dlog_decay, dtheta), dstate
 
 
-def grad_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-    *,
-    angles: Angles | None = None,
-    with_decay: bool = False,
-    with_theta: bool = False,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> Gradients:
-    """The gradients of a row's q, k, v and, as asked for, of log_decay and theta.
-
-    Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: (H,) or None.
-        do: cotangents of the outputs (B, T, H, V).
-        S_in: the state (B, H, F, V) that entered the row; zero when None.
-        dS_end: the cotangent (B, H, F, V) of the state that left it, or a function that waits for it; zero when None.
-        cu_seqlens: (N+1,) or None.
-        angles: those of queries and keys, or None.
-        with_decay: compute dlog_decay, which costs one more pass over the states.
-        with_theta: compute dtheta; needs angles.
-        chunk_size: tokens of a chunk.
-    """
-    return row_gradients(
-        q,
-        k,
-        v,
-        log_decay,
-        do,
-        S_in,
-        dS_end,
-        cu_seqlens,
-        angles=angles,
-        with_decay=with_decay,
-        with_theta=with_theta,
-        chunk_size=chunk_size,
-    )[0]
+grad_bwd = without_state(row_gradients)
 
 
 @without_autocast
@@ -292,24 +248,17 @@ class ChunkedLightningAttention(torch.autograd.Function):
     """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        theta: Tensor | None,
-        positions: Tensor | None,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """(o, final state) of the arguments of ``out_fwd``."""
-        ctx.save_for_backward(q, k, v, log_decay, theta, positions, initial_state, cu_seqlens)
-        ctx.chunk_size = chunk_size
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """(o, final state) of q, k, v, log_decay, theta, positions, initial_state, cu_seqlens, chunk_size.
+
+        See ``out_fwd``.
+        """
+        *tensors, ctx.chunk_size = inputs
+        q, k, v, log_decay, theta, positions, initial_state, cu_seqlens = tensors
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         angles = angles_of(theta, positions)
-        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, angles=angles, chunk_size=chunk_size)
+        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, angles=angles, chunk_size=ctx.chunk_size)
 
     @staticmethod
     @once_differentiable

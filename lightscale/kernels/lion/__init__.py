@@ -9,7 +9,7 @@ docs/reference/operators/lion.md has the mathematics.
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation, preload_backends
+from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_passes, implementation, preload_backends
 from lightscale.kernels.common.checks import (
     check_chunk_size,
     check_documents,
@@ -39,10 +39,9 @@ __all__ = [
     "state_fwd",
 ]
 
-state_fwd = dispatch_pass("lion", chunked.state_fwd)
-out_fwd = dispatch_pass("lion", chunked.out_fwd)
-state_bwd = dispatch_pass("lion", chunked.state_bwd)
-grad_bwd = dispatch_pass("lion", chunked.grad_bwd)
+state_fwd, out_fwd, state_bwd, grad_bwd = dispatch_passes(
+    "lion", chunked.state_fwd, chunked.out_fwd, chunked.state_bwd, chunked.grad_bwd
+)
 
 
 def lion(

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.documents import document_numbers
+from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows
+from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.lightning.chunk_batches import LightningMasks, chunk_masks
 from lightscale.kernels.lion.state import Gate
 
 # Elements of one operand of a chunk batch: 0.5 MiB in fp32, as in lightning attention.
@@ -87,41 +87,28 @@ def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> LionChunk
 
 
 @dataclass(frozen=True, kw_only=True)
-class LionBatch:
+class LionBatch(Chunks):
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
     Tensors of a batch are (B, G, H, L, width), contiguous. Documents select instead of multiplying by zero, so that a
     state that overflowed in one document gives no NaN in the next.
     """
 
-    start: int
-    num_chunks: int
-    chunk_tokens: int
     decays: LionChunkDecays
-    masks: LightningMasks | None
+    masks: ChunkMasks | None
 
     def load(self, x: Tensor, dtype: torch.dtype, *, last: Tensor | float | None = None) -> Tensor:
         """A copy of this batch's tokens of x (B, T, H, width); with one more column where ``last`` is given.
 
         ``last`` is (B, G, H, L), or one number for all.
         """
+        if last is None:
+            return self.copied(x, dtype)
         chunks = self.tokens(x).transpose(2, 3)
-        width = x.shape[3]
-        out = torch.empty(*chunks.shape[:-1], width + (last is not None), dtype=dtype, device=x.device)
-        out[..., :width].copy_(chunks)
-        if last is not None:
-            out[..., width] = last
+        out = torch.empty(*chunks.shape[:-1], x.shape[3] + 1, dtype=dtype, device=x.device)
+        out[..., :-1].copy_(chunks)
+        out[..., -1] = last
         return out
-
-    def store(self, out: Tensor, x: Tensor) -> None:
-        """Write x (B, G, H, L, …) into this batch's tokens of out (B, T, H, …)."""
-        self.tokens(out).transpose(2, 3).copy_(x)
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """A view (B, G, L, …) of this batch's tokens of x (B, T, …)."""
-        return x.narrow(1, self.start, self.num_chunks * self.chunk_tokens).unflatten(
-            1, (self.num_chunks, self.chunk_tokens)
-        )
 
     def decay_(self, scores: Tensor) -> Tensor:
         """Decay scores (B, G, H, L, L) in place; 0 for pairs of other documents."""
@@ -198,22 +185,14 @@ def chunk_batches(
     num_rows, num_tokens, num_heads, value_width = v.shape
     dtype = state_dtype(v.dtype)
     batch_chunks = max(1, _BATCH_ELEMENTS // (num_rows * num_heads * chunk_size * max(width, value_width)))
-    documents = None
-    if cu_seqlens is not None:
-        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
-    whole, rest = divmod(num_tokens, chunk_size)
-    cuts = [(c, min(batch_chunks, whole - c), chunk_size) for c in range(0, whole, batch_chunks)]
-    if rest:
-        cuts.append((whole, 1, rest))
+    documents = numbers_or_none(cu_seqlens, v)
     of_heads: dict[int, LionChunkDecays] = {}
-    for first_chunk, num_chunks, chunk_tokens in cuts:
-        start = first_chunk * chunk_size
+    for cut in cut_rows(num_tokens, chunk_size, batch_chunks):
         if log_decay.dim() == 1:
-            if chunk_tokens not in of_heads:
-                of_heads[chunk_tokens] = chunk_decays(log_decay.expand(1, 1, chunk_tokens, -1), gate, dtype)
-            decays = of_heads[chunk_tokens]
+            length = cut.chunk_tokens
+            if length not in of_heads:
+                of_heads[length] = chunk_decays(log_decay.expand(1, 1, length, -1), gate, dtype)
+            decays = of_heads[length]
         else:
-            here = log_decay.narrow(1, start, num_chunks * chunk_tokens).unflatten(1, (num_chunks, chunk_tokens))
-            decays = chunk_decays(here, gate, dtype)
-        masks = None if documents is None else chunk_masks(documents, start, num_chunks, chunk_tokens)
-        yield LionBatch(start=start, num_chunks=num_chunks, chunk_tokens=chunk_tokens, decays=decays, masks=masks)
+            decays = chunk_decays(cut.tokens(log_decay), gate, dtype)
+        yield LionBatch(**vars(cut), decays=decays, masks=cut.masks_by(documents))

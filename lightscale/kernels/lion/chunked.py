@@ -4,6 +4,10 @@ The mathematics, with the derivation of the backward and the counts of FLOPs and
 docs/reference/operators/lion.md. Names of shapes: B rows, T tokens, H heads, K key width, V value width, W = V + 1 with
 the normaliser's column, else V. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and gradients have the
 dtype of their inputs.
+
+Arguments of all passes: queries q and keys k (B, T, H, K), values v and cotangents do of the outputs (B, T, H, V).
+log_decay is (H,), (B, T, H) or None. T may be 0. cu_seqlens (N+1,) are the boundaries of documents, or None, and gate
+is that of ``lion``. chunk_size is the number of tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -111,12 +115,8 @@ def state_fwd(
     """The summary of a row for the ranks on both sides: S_out = D ⊙ S_in + S_loc, for prefix and suffix alike.
 
     Args:
-        k: keys (B, T, H, K); T may be 0.
-        v: values (B, T, H, V).
-        log_decay: (H,), (B, T, H) or None.
         cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business: nothing
             passes that border then, in neither direction.
-        gate: as in ``lion``.
         normalize: whether states have the normaliser's column.
 
     Returns:
@@ -151,12 +151,7 @@ def state_bwd(
     begins with a new document takes the prefix' as 0.
 
     Args:
-        q: queries (B, T, H, K); T may be 0.
-        do: cotangents of the outputs (B, T, H, V).
         outputs: of ``out_fwd``.
-        log_decay: (H,), (B, T, H) or None.
-        cu_seqlens: (N+1,) or None.
-        gate: as in ``lion``.
     """
     with torch.autocast(q.device.type, enabled=False):
         sums = sums_of(_by_token(log_decay, q), gate)
@@ -206,17 +201,10 @@ def out_fwd(
     """The outputs of a row that the states of both sides enter, and the states that leave it on the other sides.
 
     Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: (H,), (B, T, H) or None.
         state: (B, H, K, W) each, zero when None; only the row's first document reads the prefix, only its last one the
             suffix.
-        cu_seqlens: (N+1,) or None.
-        gate: as in ``lion``.
         normalize: whether to divide by the sums of the scores.
         eps: added to them, once.
-        chunk_size: tokens of a chunk.
     """
     dtype = state_dtype(q.dtype)
     decays = decays_or_none(log_decay, q)
@@ -275,19 +263,11 @@ def grad_bwd(
     """The gradients of a row's q, k, v, of its incoming states and, as asked for, of log_decay.
 
     Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, H, V).
-        log_decay: (H,), (B, T, H) or None.
-        do: cotangents of the outputs (B, T, H, V).
         outputs: of ``out_fwd``; whether they were normalised is known by them.
         state: the states (B, H, K, W) that entered the row; zero when None.
         dstate: the cotangents (B, H, K, W) of the states that left it, or a function that waits for them; zero when
             None.
-        cu_seqlens: (N+1,) or None.
-        gate: as in ``lion``.
         with_decay: compute dlog_decay.
-        chunk_size: tokens of a chunk.
     """
     dtype, normalize = state_dtype(q.dtype), outputs.normalizer is not None
     decays = decays_or_none(log_decay, q)
@@ -370,27 +350,17 @@ class ChunkedLion(torch.autograd.Function):
     """``out_fwd`` and ``grad_bwd`` as one differentiable call; inputs, outputs and normalisers are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        prefix: Tensor | None,
-        suffix: Tensor | None,
-        cu_seqlens: Tensor | None,
-        gate: Gate,
-        normalize: bool,
-        eps: float,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(o, prefix, suffix) of the arguments of ``out_fwd``."""
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(o, prefix, suffix) of q, k, v, log_decay, prefix, suffix, cu_seqlens, gate, normalize, eps, chunk_size.
+
+        See ``out_fwd``.
+        """
+        *tensors, ctx.gate, normalize, eps, ctx.chunk_size = inputs
+        q, k, v, log_decay, prefix, suffix, cu_seqlens = tensors
         state = None if prefix is None or suffix is None else LionState(prefix, suffix)
-        outputs, leaving = out_fwd(
-            q, k, v, log_decay, state, cu_seqlens, gate=gate, normalize=normalize, eps=eps, chunk_size=chunk_size
-        )
-        ctx.save_for_backward(q, k, v, log_decay, prefix, suffix, cu_seqlens, *outputs)
-        ctx.gate, ctx.chunk_size = gate, chunk_size
+        options = {"gate": ctx.gate, "normalize": normalize, "eps": eps, "chunk_size": ctx.chunk_size}
+        outputs, leaving = out_fwd(q, k, v, log_decay, state, cu_seqlens, **options)
+        ctx.save_for_backward(*tensors, *outputs)
         ctx.set_materialize_grads(False)
         return outputs.o, *leaving
 

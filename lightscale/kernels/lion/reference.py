@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.references import beginnings, cleared
 from lightscale.kernels.lion.state import Gate, LionState
 
 
@@ -27,7 +28,7 @@ def lion_reference(
     With log decays per value channel (B, T, H, V), C.7's vector gate, channels are also divided by a sum each, and the
     states have V columns of it.
     """
-    num_rows, num_tokens, num_heads = q.shape[:3]
+    num_rows, _, num_heads = q.shape[:3]
     log_decay = k.new_zeros(()) if log_decay is None else log_decay
     by_channel, width = log_decay.dim() == 4, v.shape[3]
     if normalize:
@@ -36,18 +37,10 @@ def lion_reference(
         decays = log_decay.exp().repeat(1, 1, 1, v.shape[3] // width)[..., None, :].unbind(1)
     else:
         decays = log_decay.exp().expand(k.shape[:3])[..., None, None].unbind(1)
-    document_starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
     empty = k.new_zeros(num_rows, num_heads, k.shape[3], v.shape[3])
     prefix, suffix = initial_state or (empty, empty)
     # unbind, because the backward of x[:, t] writes a whole zero tensor for every token.
     tokens = list(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True))
-
-    def cut(t: int, state: Tensor) -> Tensor:
-        """Nothing passes between tokens t - 1 and t where a document begins."""
-        begins = [0 < t < num_tokens and row * num_tokens + t in document_starts for row in range(num_rows)]
-        if not any(begins):
-            return state
-        return torch.where(torch.tensor(begins, device=q.device)[:, None, None, None], torch.zeros_like(state), state)
 
     def read(q_t: Tensor, k_t: Tensor, v_t: Tensor, state: Tensor) -> Tensor:
         own = 0.5 * (q_t * k_t).sum(-1, keepdim=True) * v_t
@@ -56,15 +49,16 @@ def lion_reference(
     def written(k_t: Tensor, v_t: Tensor) -> Tensor:
         return k_t.unsqueeze(-1) * v_t.unsqueeze(-2)
 
+    begins = [*beginnings(cu_seqlens, q), None]
     outputs: list[Tensor] = []
     for t, (q_t, k_t, v_t) in enumerate(tokens):
-        prefix = cut(t, prefix)
+        prefix = cleared(prefix, begins[t])
         # "enter": what comes to a token is decayed by that token's gate; "leave": what goes on from it.
         reached = decays[t] * prefix
         outputs.append(read(q_t, k_t, v_t, reached if gate == "enter" else prefix))
         prefix = reached + written(k_t, v_t) * (1.0 if gate == "enter" else decays[t])
     for t, (q_t, k_t, v_t) in reversed(list(enumerate(tokens))):
-        suffix = cut(t + 1, suffix)
+        suffix = cleared(suffix, begins[t + 1])
         reached = decays[t] * suffix
         outputs[t] = outputs[t] + read(q_t, k_t, v_t, reached if gate == "enter" else suffix)
         suffix = reached + written(k_t, v_t) * (1.0 if gate == "enter" else decays[t])

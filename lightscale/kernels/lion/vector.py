@@ -309,23 +309,14 @@ class _LionVector(torch.autograd.Function):
     """``out_fwd`` and ``grad_bwd`` as one differentiable call; inputs, outputs and normalisers are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        cu_seqlens: Tensor | None,
-        gate: Gate,
-        normalize: bool,
-        eps: float,
-        backend: str,
-    ) -> Tensor:
-        """The outputs."""
-        gla = implementation(_NAME, backend)
-        outputs, _ = out_fwd(q, k, v, log_decay, None, cu_seqlens, gate=gate, normalize=normalize, eps=eps, passes=gla)
-        ctx.save_for_backward(q, k, v, log_decay, cu_seqlens, *outputs)
-        ctx.gate, ctx.gla = gate, gla
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """The outputs of q, k, v, log_decay, cu_seqlens, gate, normalize, eps, backend."""
+        *tensors, ctx.gate, normalize, eps, backend = inputs
+        q, k, v, log_decay, cu_seqlens = tensors
+        ctx.gla = gla = implementation(_NAME, backend)
+        options = {"gate": ctx.gate, "normalize": normalize, "eps": eps, "passes": gla}
+        outputs, _ = out_fwd(q, k, v, log_decay, None, cu_seqlens, **options)
+        ctx.save_for_backward(*tensors, *outputs)
         return outputs.o
 
     @staticmethod

@@ -8,7 +8,7 @@ generation are built from the passes beside them. docs/reference/operators/log-s
 from torch import Tensor
 
 from lightscale.errors import UserError
-from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_pass, implementation, preload_backends
+from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_passes, implementation, preload_backends
 from lightscale.kernels.common.checks import check_chunk_size, check_documents, check_one_state
 from lightscale.kernels.common.documents import check_cu_seqlens
 from lightscale.kernels.common.states import state_dtype
@@ -30,10 +30,9 @@ __all__ = [
     "whole",
 ]
 
-state_fwd = dispatch_pass("log_sum", chunked.state_fwd)
-out_fwd = dispatch_pass("log_sum", chunked.out_fwd)
-state_bwd = dispatch_pass("log_sum", chunked.state_bwd)
-grad_bwd = dispatch_pass("log_sum", chunked.grad_bwd)
+state_fwd, out_fwd, state_bwd, grad_bwd = dispatch_passes(
+    "log_sum", chunked.state_fwd, chunked.out_fwd, chunked.state_bwd, chunked.grad_bwd
+)
 recurrent_step = chunked.recurrent_step
 
 

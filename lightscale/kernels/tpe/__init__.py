@@ -12,7 +12,7 @@ from lightscale.errors import UserError
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
-    dispatch_pass,
+    dispatch_passes,
     dispatch_step,
     implementation,
     preload_backends,
@@ -41,10 +41,9 @@ __all__ = [
 ]
 
 
-state_fwd = dispatch_pass("tpe", chunked.state_fwd)
-out_fwd = dispatch_pass("tpe", chunked.out_fwd)
-state_bwd = dispatch_pass("tpe", chunked.state_bwd)
-grad_bwd = dispatch_pass("tpe", chunked.grad_bwd)
+state_fwd, out_fwd, state_bwd, grad_bwd = dispatch_passes(
+    "tpe", chunked.state_fwd, chunked.out_fwd, chunked.state_bwd, chunked.grad_bwd
+)
 recurrent_step = dispatch_step("tpe", chunked.recurrent_step)
 
 
@@ -69,12 +68,7 @@ def tpe_scan(
         gamma: (D, E), of x's dtype, fp32 or fp64.
         initial_state: the state (B, D, E) that enters each row, fp32 (fp64 for fp64 inputs); zero when None. Only
             the first document of a row reads it.
-        output_final_state: also return the state after each row's last token.
-        cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
-            included. No state passes from one document to the next.
-        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
-            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        output_final_state, cu_seqlens, chunk_size, backend: as in ``gla``.
 
     Returns:
         y (B, T, D) in x's dtype, and None or the final state (B, D, E), fp32 (fp64 for fp64 inputs).
@@ -92,7 +86,7 @@ def tpe_scan(
         options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         y, state = in_state_dtype(tpe_scan_reference, x, log_decay, gamma, **options)
     elif name == "triton":
-        y, state = implementation("tpe", name).triton_tpe_scan(x, log_decay, gamma, initial_state, cu_seqlens)
+        y, state = implementation("tpe", name).out_fwd(x, log_decay, gamma, initial_state, cu_seqlens)
     else:
         y, state = ChunkedTPEScan.apply(x, log_decay, gamma, initial_state, cu_seqlens, chunk_size)
     return y, state if output_final_state else None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.documents import document_numbers
+from lightscale.kernels.common.documents import numbers_or_none
 
 # Tokens of all rows that are computed at once, so that a slice of channels stays in the cache, and the least
 # number of chunks of a row, below which the one empty chunk beside them would count.
@@ -86,9 +86,7 @@ class TPEChunkBatch(NamedTuple):
 def chunk_batches(x: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> list[TPEChunkBatch]:
     """Cut the rows of x (B, T, D) from left to right, so that a slice of channels stays in the cache."""
     num_rows, num_tokens, _ = x.shape
-    documents = None
-    if cu_seqlens is not None:
-        documents = document_numbers(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens)
+    documents = numbers_or_none(cu_seqlens, x)
     # Of all rows together: more rows, fewer tokens of each.
     size = chunk_size * max(_LEAST_CHUNKS, _BATCH_TOKENS // (chunk_size * max(1, num_rows)))
     cuts = [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

@@ -4,6 +4,9 @@ The mathematics, with the derivation of the backward, is in docs/reference/opera
 tokens, D channels, E modes, N chunks of C slots. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
 gradients have the dtype of their inputs. Channels are independent and computed in slices of W, so that what is
 held beside inputs and outputs does not grow with D.
+
+Arguments of all passes: x and cotangents dy of the outputs (B, T, D), log_decay (E,) and gamma (D, E). T may be 0.
+cu_seqlens (N+1,) are the boundaries of documents, or None. chunk_size is the number of tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import Arriving, arrived, state_dtype
+from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_state
 from lightscale.kernels.tpe.chunk_batches import ChunkSlots, TPEChunkBatch, chunk_batches, powers
 
 DEFAULT_CHUNK_SIZE = 64
@@ -212,8 +215,6 @@ def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) ->
     """The summary of a row for the ranks behind it: u_out = D ⊙ u_in + u_loc.
 
     Args:
-        x: (B, T, D); T may be 0.
-        log_decay: (E,).
         cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
             it then takes D as 0.
 
@@ -246,12 +247,7 @@ def out_fwd(
     """The outputs y (B, T, D) of a row that u_in (B, D, E) enters, and the state that leaves it.
 
     Args:
-        x: (B, T, D); T may be 0.
-        log_decay: (E,).
-        gamma: (D, E).
         u_in: zero when None; only the row's first document reads it.
-        cu_seqlens: (N+1,) or None.
-        chunk_size: tokens of a chunk.
     """
     with torch.autocast(x.device.type, enabled=False):
         u = _state_or_zeros(u_in, x, log_decay)
@@ -278,12 +274,6 @@ def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor |
 
     The whole cotangent is U + D ⊙ du_end with the D of ``state_fwd``. Only the first document reads the
     incoming state; a caller whose row begins with a new document takes U as 0.
-
-    Args:
-        dy: cotangents of the outputs (B, T, D); T may be 0.
-        log_decay: (E,).
-        gamma: (D, E).
-        cu_seqlens: (N+1,) or None.
     """
     with torch.autocast(dy.device.type, enabled=False):
         num_rows, num_tokens, _ = dy.shape
@@ -294,13 +284,12 @@ def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor |
         return gamma.to(state_dtype(dy.dtype)) * _weighted_sum(dy, log_decay, steps, kept)
 
 
-class TPERowGradients(NamedTuple):
+class TPEGradients(NamedTuple):
     """Gradients of a row's inputs; those of log_decay (E,) and gamma (D, E) in the states' dtype."""
 
     x: Tensor
     log_decay: Tensor
     gamma: Tensor
-    u_in: Tensor
 
 
 @torch.no_grad()
@@ -314,8 +303,16 @@ def row_gradients(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> TPERowGradients:
-    """Every gradient of a row, its incoming state's included; the arguments are those of ``grad_bwd``."""
+) -> tuple[TPEGradients, Tensor]:
+    """The gradients of a row's x, log_decay and gamma, and that of its incoming state.
+
+    Args:
+        u_in: the state (B, D, E) that entered the row; zero when None.
+        du_end: the cotangent (B, D, E) of the state that left it, or a function that waits for it; zero when None.
+
+    Returns:
+        dx in x's dtype, and dlog_decay (E,) and dgamma (D, E) of these rows in the states' dtype. Ranks add up.
+    """
     with torch.autocast(x.device.type, enabled=False):
         # One state per batch is kept; those of its chunks are made again on the way back.
         row = _with_states(x, log_decay, _state_or_zeros(u_in, x, log_decay), chunk_batches(x, cu_seqlens, chunk_size))
@@ -340,7 +337,7 @@ def row_gradients(
                 dgamma_b, dlog_decay_b = _parameter_gradients_(part, dy_b, reads, dstates, tables)
                 dgamma[channels] += dgamma_b
                 dlog_decay += dlog_decay_b
-        return TPERowGradients(dx, dlog_decay, dgamma, du)
+        return TPEGradients(dx, dlog_decay, dgamma), du
 
 
 def _parameter_gradients_(
@@ -365,34 +362,7 @@ def _parameter_gradients_(
     return dgamma, dlog_decay
 
 
-def grad_bwd(
-    x: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    dy: Tensor,
-    u_in: Tensor | None,
-    du_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-    *,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a row's x, log_decay and gamma.
-
-    Args:
-        x: (B, T, D); T may be 0.
-        log_decay: (E,).
-        gamma: (D, E).
-        dy: cotangents of the outputs (B, T, D).
-        u_in: the state (B, D, E) that entered the row; zero when None.
-        du_end: the cotangent (B, D, E) of the state that left it, or a function that waits for it; zero when None.
-        cu_seqlens: (N+1,) or None.
-        chunk_size: tokens of a chunk.
-
-    Returns:
-        dx in x's dtype, and dlog_decay (E,) and dgamma (D, E) of these rows in the states' dtype. Ranks add up.
-    """
-    gradients = row_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens, chunk_size=chunk_size)
-    return gradients.x, gradients.log_decay, gradients.gamma
+grad_bwd = without_state(row_gradients)
 
 
 def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -409,27 +379,19 @@ class ChunkedTPEScan(torch.autograd.Function):
     """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        log_decay: Tensor,
-        gamma: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """(y, final state) of the arguments of ``out_fwd``."""
-        ctx.save_for_backward(x, log_decay, gamma, initial_state, cu_seqlens)
-        ctx.chunk_size = chunk_size
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """(y, final state) of x, log_decay, gamma, initial_state, cu_seqlens, chunk_size; see ``out_fwd``."""
+        *tensors, ctx.chunk_size = inputs
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return out_fwd(x, log_decay, gamma, initial_state, cu_seqlens, chunk_size=chunk_size)
+        return out_fwd(*tensors, chunk_size=ctx.chunk_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
         x, log_decay, gamma, initial_state, cu_seqlens = ctx.saved_tensors
-        gradients = row_gradients(
+        gradients, du_in = row_gradients(
             x,
             log_decay,
             gamma,
@@ -439,6 +401,6 @@ class ChunkedTPEScan(torch.autograd.Function):
             cu_seqlens,
             chunk_size=ctx.chunk_size,
         )
-        dinitial_state = gradients.u_in if ctx.needs_input_grad[3] else None
+        dinitial_state = du_in if ctx.needs_input_grad[3] else None
         dlog_decay, dgamma = gradients.log_decay.to(log_decay.dtype), gradients.gamma.to(gamma.dtype)
         return gradients.x, dlog_decay, dgamma, dinitial_state, None, None

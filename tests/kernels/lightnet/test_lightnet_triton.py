@@ -23,7 +23,7 @@ from lightscale.kernels import lightnet
 from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.common.backends import choose_backend, set_default_backend
 from lightscale.kernels.lightnet import Angles, LightNetState, StateCotangent, chunked, lightnet_attention, triton
-from lightscale.kernels.lightnet.triton import kernels, keys, passes, queries, states, tiling
+from lightscale.kernels.lightnet.triton import kernels, keys, queries, states, tiling
 
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
 boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
@@ -48,12 +48,6 @@ SMALL = replace(
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "_FULL", SMALL)
-
-
-@pytest.fixture
-def chunks_per_split(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """As on a GPU that has multiprocessors to spare."""
-    return lambda chunks: monkeypatch.setattr(passes, "_split_chunks", lambda row, num_programs: chunks)
 
 
 @pytest.fixture

@@ -52,6 +52,23 @@ class KernelCase:
     usual: bool = True
     """Whether every run of the tests compiles it, not only the long one: a few seconds each."""
 
+    @classmethod
+    def of(
+        cls, name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
+    ) -> "KernelCase":
+        """The case by types and constants for any of an operator's kernels: of them, those that this one has.
+
+        An argument that neither names is a pointer to fp32.
+        """
+        names: list[str] = kernel.arg_names
+        return cls(
+            name=name,
+            kernel=kernel,
+            arguments={n: types.get(n, "*fp32") for n in names if n not in constants},
+            constants={n: constants[n] for n in names if n in constants},
+            **options,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:

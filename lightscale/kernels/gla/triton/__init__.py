@@ -1,8 +1,6 @@
 """Gated linear attention on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
-hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
-look inside, and so that the whole operator, ``triton_gla``, has its gradient.
+``common/triton`` describes these passes.
 """
 
 from typing import Any
@@ -15,16 +13,7 @@ from lightscale.kernels.common.triton.recurrent import recurrent_step as one_tok
 from lightscale.kernels.gla.triton.cases import COMPILE_CASES
 from lightscale.kernels.gla.triton.passes import GLARows, decayed, key_gradients, outputs, scan
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "query_grad",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_gla",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "query_grad", "recurrent_step", "state_bwd", "state_fwd"]
 
 
 @torch.library.custom_op("lightscale::gla_state_fwd", mutates_args=())
@@ -41,7 +30,7 @@ def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | Non
 
 
 @_state_fwd.register_fake
-def _(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _fake_state(k, v), k.new_empty(k.size(0), k.size(2), k.size(3), dtype=torch.float32)
 
 
@@ -60,9 +49,7 @@ def _out_fwd(
 
 
 @_out_fwd.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), _fake_state(k, v)
 
 
@@ -74,7 +61,7 @@ def _state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | No
 
 
 @_state_bwd.register_fake
-def _(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _(q: Tensor, do: Tensor, *_: Any) -> Tensor:
     return _fake_state(q, do)
 
 
@@ -113,16 +100,7 @@ def _row_gradients(
 
 
 @_gradients.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
     return dq, dk, dv, dlog_decay, _fake_state(k, v)
 
@@ -140,19 +118,6 @@ def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]
 _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def triton_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The operator: (o, final state), differentiable; only the inputs are saved."""
-    o, state = _out_fwd(q, k, v, log_decay, initial_state, cu_seqlens)
-    return o, state
-
-
 def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """S_loc and D, see ``chunked.state_fwd``."""
     local, through = _state_fwd(k, v, log_decay, cu_seqlens)
@@ -167,8 +132,9 @@ def out_fwd(
     S_in: Tensor | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_gla(q, k, v, log_decay, S_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; only the inputs are saved for its gradient."""
+    o, state = _out_fwd(q, k, v, log_decay, S_in, cu_seqlens)
+    return o, state
 
 
 def state_bwd(q: Tensor, do: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -1,8 +1,6 @@
 """LightNet's operator on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
-hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
-look inside, and so that the whole operator, ``triton_lightnet_attention``, has its gradient.
+``common/triton`` describes these passes.
 """
 
 from typing import Any
@@ -13,24 +11,16 @@ from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, angles_of, parts_of, phases_of
 from lightscale.kernels.common.states import Arriving, arrived
-from lightscale.kernels.common.triton.launch import on_device_of
+from lightscale.kernels.common.triton.launch import LAUNCH, on_device_of
 from lightscale.kernels.lightnet.chunked import LightNetGradients
 from lightscale.kernels.lightnet.initial_z import initial_z_gradient
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent, exchanged_cotangent, plain_cotangent
 from lightscale.kernels.lightnet.triton.cases import COMPILE_CASES
 from lightscale.kernels.lightnet.triton.kernels import recurrent
 from lightscale.kernels.lightnet.triton.passes import Backward, LightNetRow, attend, scan, weights_of
-from lightscale.kernels.lightnet.triton.tiling import LAUNCH, recurrent_constants
+from lightscale.kernels.lightnet.triton.tiling import recurrent_constants
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_lightnet_attention",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd", "state_fwd"]
 
 
 def _state(z: Tensor | None, S: Tensor | None) -> LightNetState | None:
@@ -51,9 +41,7 @@ def _state_fwd(
 
 
 @_state_fwd.register_fake
-def _(
-    k: Tensor, v: Tensor, theta: Tensor | None, positions: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(k: Tensor, v: Tensor, theta: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *_fake_state(k, v, theta), k.new_empty(k.size(0), dtype=torch.float32)
 
 
@@ -83,16 +71,7 @@ def _out_fwd(
 
 
 @_out_fwd.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor | None,
-    positions: Tensor | None,
-    z: Tensor | None,
-    S: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return v.new_empty(v.shape), *_fake_state(k, v, theta)
 
 
@@ -115,17 +94,7 @@ def _state_bwd(
 
 
 @_state_bwd.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor | None,
-    positions: Tensor | None,
-    do: Tensor,
-    z: Tensor | None,
-    S: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     R, U = _fake_state(k, v, theta)
     return U, R
 
@@ -168,19 +137,9 @@ def _row_gradients(
 
 @_gradients.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor | None,
-    positions: Tensor | None,
-    do: Tensor,
-    z: Tensor | None,
-    S: Tensor | None,
-    U: Tensor | None,
-    R: Tensor | None,
-    cu_seqlens: Tensor | None,
-    with_theta: bool,
+    q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, with_theta = others
     R_in, U_in = _fake_state(k, v, theta)
     dtheta = q.new_empty(q.shape[2:] if with_theta else (0,), dtype=torch.float64)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dtheta, U_in, R_in
@@ -208,19 +167,6 @@ def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | No
 _out_fwd.register_autograd(_backward, setup_context=_save)
 
 
-def triton_lightnet_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    angles: Angles | None,
-    initial_state: LightNetState | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, LightNetState]:
-    """The operator: (o, final state), differentiable; the inputs and the final state are saved."""
-    o, z, S = _out_fwd(q, k, v, *parts_of(angles), *(initial_state or (None, None)), cu_seqlens)
-    return o, LightNetState(z, S)
-
-
 def state_fwd(
     k: Tensor, v: Tensor, angles: Angles | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[LightNetState, Tensor]:
@@ -237,8 +183,9 @@ def out_fwd(
     state_in: LightNetState | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LightNetState]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_lightnet_attention(q, k, v, angles, state_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; the inputs and that state are saved."""
+    o, z, S = _out_fwd(q, k, v, *parts_of(angles), *(state_in or (None, None)), cu_seqlens)
+    return o, LightNetState(z, S)
 
 
 def state_bwd(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lightscale.kernels.common.triton.compile import KernelCase
+from lightscale.kernels.common.triton.launch import NUM_WARPS
 from lightscale.kernels.lightnet.triton.cotangents import fold_cotangents, scan_cotangents
 from lightscale.kernels.lightnet.triton.kernels import recurrent
 from lightscale.kernels.lightnet.triton.keys import key_gradients, value_gradients
@@ -13,7 +14,6 @@ from lightscale.kernels.lightnet.triton.queries import outputs, query_gradients
 from lightscale.kernels.lightnet.triton.segments import fold_segments
 from lightscale.kernels.lightnet.triton.states import fold_states, scan_states, weigh
 from lightscale.kernels.lightnet.triton.tiling import (
-    NUM_WARPS,
     fold_constants,
     product_constants,
     recurrent_constants,

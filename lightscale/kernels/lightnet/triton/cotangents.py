@@ -9,8 +9,8 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, wave
-from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, share_of
+from lightscale.kernels.common.triton.kernels import exists, scan_program, wave
+from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, half_program, share_of
 
 
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
@@ -56,12 +56,7 @@ def scan_cotangents(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    program = tl.program_id(0).to(tl.int64)
-    tile_v = program % V_TILES
-    tile_k = program // V_TILES % K_TILES
-    head = program // (V_TILES * K_TILES) % H
-    split = program // (V_TILES * K_TILES * H) % num_splits
-    row = program // (V_TILES * K_TILES * H * num_splits)
+    row, head, split, tile_k, tile_v = scan_program(H, num_splits, K_TILES, V_TILES)
     row_head = row * H + head
     of_split = row_head * num_splits + split
 
@@ -170,20 +165,8 @@ def fold_cotangents(
     CHUNK: tl.constexpr,
 ):
     """The cotangents between splits, from the last one to the first."""
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    program = tl.program_id(0).to(tl.int64)
-    tile_v = program % V_TILES
-    tile_k = program // V_TILES % K_TILES
-    half = program // (V_TILES * K_TILES) % (R // K)
-    row_head = program // (V_TILES * K_TILES * (R // K))
+    row_head, cols_k, has_k, within, in_tile, is_first = half_program(K, R, V, BLOCK_K, BLOCK_V)
     row = row_head // H
-    cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_k = exists(cols_k, K, BLOCK_K)
-    in_tile = has_k[:, None] & exists(cols_v, V, BLOCK_V)[None, :]
-    within = (half * K + cols_k)[:, None] * V + cols_v[None, :]
-    is_first = (tile_v == 0) & (half == 0)
 
     loss = tl.zeros([BLOCK_K], dtype=tl.float32)
     state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)

@@ -17,7 +17,7 @@ where they are multiplied (``wave``).
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists
+from lightscale.kernels.common.triton.kernels import exists, tile_program
 
 # Only e^(reference - z) can exceed 1. Up to e^60 times a query nothing overflows, and what underflows counts for less
 # than e^-27 anywhere; tokens whose z lies deeper below the reference get one of their own.
@@ -49,6 +49,43 @@ def reads(depth, at):
     """e^(at - z) of the tokens whose z lies at most RISE below ``at`` and not above it; 0 for the others."""
     held = (depth >= at - RISE) & (depth <= at)
     return tl.where(held, tl.exp(tl.minimum(at - depth, RISE)), 0.0)
+
+
+@triton.jit
+def half_program(K: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Of a program that has a tile of one half of a head's state: row and head as one number, and where the tile is.
+
+    That is its channels and which of them exist, its elements within the state and which of them exist, and whether
+    it is the first tile of its channels, which also has what is of channels alone.
+    """
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    program = tl.program_id(0).to(tl.int64)
+    tile_v = program % V_TILES
+    tile_k = program // V_TILES % K_TILES
+    half = program // (V_TILES * K_TILES) % (R // K)
+    row_head = program // (V_TILES * K_TILES * (R // K))
+    cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_k = exists(cols_k, K, BLOCK_K)
+    in_tile = has_k[:, None] & exists(cols_v, V, BLOCK_V)[None, :]
+    within = (half * K + cols_k)[:, None] * V + cols_v[None, :]
+    return row_head, cols_k, has_k, within, in_tile, (tile_v == 0) & (half == 0)
+
+
+@triton.jit
+def token_program(T, H, num_token_tiles, COLUMN_TILES: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr):
+    """Of a program that has a tile of tokens: row, head, numbers of the tiles of tokens and of columns, and the chunk.
+
+    Of the chunk its number, its first token and its length, and which of its tokens are the tile's.
+    """
+    row, head, tile_t, tile = tile_program(H, num_token_tiles, COLUMN_TILES)
+    chunk = tile_t * BLOCK_T // CHUNK
+    begin = chunk * CHUNK
+    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
+    # Positions in the chunk are counted from its first token.
+    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    return row, head, tile_t, tile, chunk, begin, length, first
 
 
 @triton.jit

@@ -10,14 +10,13 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, turns_of
-from lightscale.kernels.common.triton.launch import dense_last, document_starts, num_multiprocessors, on_device_of
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent
 from lightscale.kernels.lightnet.triton.cotangents import fold_cotangents, scan_cotangents
 from lightscale.kernels.lightnet.triton.keys import key_gradients, value_gradients
 from lightscale.kernels.lightnet.triton.queries import outputs, query_gradients
 from lightscale.kernels.lightnet.triton.states import fold_states, scan_states, weigh
 from lightscale.kernels.lightnet.triton.tiling import (
-    LAUNCH,
     LightNetTiling,
     fold_constants,
     product_constants,
@@ -25,11 +24,6 @@ from lightscale.kernels.lightnet.triton.tiling import (
     tiling_of,
     weigh_constants,
 )
-
-# Rows are cut into splits until every multiprocessor has so many programs that scan states, and no further: the tokens
-# of a row in several splits are read once more. Nor has a split fewer chunks than this.
-_PROGRAMS_PER_MULTIPROCESSOR = 2
-_LEAST_SPLIT_CHUNKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,37 +74,11 @@ class LightNetRow:
         return StateCotangent(self.empty(*inner, self.state_rows, V), self.empty(*inner, K))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LightNetSplits:
-    """How the chunks of a row are divided among programs that scan."""
-
-    num_programs: int
-    """Of one split."""
-    num_splits: int
-    split_chunks: int
-
-    @classmethod
-    def of(cls, row: LightNetRow) -> "LightNetSplits":
-        """As many splits as keep the GPU busy."""
-        constants = scan_constants(row.k.dtype, *row.widths)
-        K, V = row.widths
-        tiles = triton.cdiv(K, constants["BLOCK_K"]) * triton.cdiv(V, constants["BLOCK_V"])
-        num_programs = row.k.size(0) * row.k.size(2) * tiles
-        num_chunks = row.sizes[2]
-        split_chunks = _split_chunks(row, num_programs)
-        return cls(
-            num_programs=num_programs,
-            num_splits=max(triton.cdiv(num_chunks, split_chunks), 1),
-            split_chunks=split_chunks,
-        )
-
-
-def _split_chunks(row: LightNetRow, num_programs: int) -> int:
-    """Chunks of a split when each split takes ``num_programs`` programs."""
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(row.k.device) // max(num_programs, 1)
-    num_chunks = row.sizes[2]
-    most = num_chunks // _LEAST_SPLIT_CHUNKS
-    return max(triton.cdiv(num_chunks, max(min(wanted, most), 1)), 1)
+def _splits(row: LightNetRow) -> Splits:
+    constants = scan_constants(row.k.dtype, *row.widths)
+    K, V = row.widths
+    tiles = triton.cdiv(K, constants["BLOCK_K"]) * triton.cdiv(V, constants["BLOCK_V"])
+    return Splits.of(row.k.size(0) * row.k.size(2) * tiles, row.sizes[2], row.k.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +97,7 @@ def scan(
     row: LightNetRow, state_in: LightNetState | None, *, with_chunks: bool = True
 ) -> tuple[ChunkStates | None, LightNetState]:
     """The states that enter the chunks, and the one that leaves the row."""
-    splits, (K, V), (_, _, num_chunks) = LightNetSplits.of(row), row.widths, row.sizes
+    splits, (K, V), (_, _, num_chunks) = _splits(row), row.widths, row.sizes
     R = row.state_rows
     end = LightNetState(row.empty(K), row.empty(R, V))
     chunks = None
@@ -179,7 +147,7 @@ def _fold_programs(row: LightNetRow) -> int:
 
 def _scan_states(
     row: LightNetRow,
-    splits: LightNetSplits,
+    splits: Splits,
     entering: tuple[Tensor | None, ...],
     leaving: tuple[Tensor | None, ...],
     chunks: ChunkStates | None,
@@ -328,7 +296,7 @@ class Backward:
         self, dq: Tensor, cotangent: StateCotangent | None, *, with_chunks: bool = True
     ) -> tuple[StateCotangent | None, StateCotangent]:
         """The cotangents (U, R) of the states that leave the chunks, and of the one that enters the row."""
-        row, splits, (K, V) = self.row, LightNetSplits.of(self.row), self.row.widths
+        row, splits, (K, V) = self.row, _splits(self.row), self.row.widths
         start = row.empty_cotangent()
         by_chunk = None
         if with_chunks:
@@ -368,7 +336,7 @@ class Backward:
     def _scan_cotangents(
         self,
         dq: Tensor,
-        splits: LightNetSplits,
+        splits: Splits,
         entering: tuple[Tensor | None, ...],
         leaving: tuple[Tensor | None, ...],
         by_chunk: StateCotangent | None,

@@ -12,8 +12,8 @@ shapes, ``starts``, ``edges`` and ``depths`` are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, tile_program, wave
-from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of
+from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of, token_program
 
 
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
@@ -55,12 +55,7 @@ def outputs(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    row, head, tile_t, tile_v = tile_program(H, num_token_tiles, V_TILES)
-    chunk = tile_t * BLOCK_T // CHUNK
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    # Positions in the chunk are counted from its first token.
-    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    row, head, _, tile_v, chunk, begin, length, first = token_program(T, H, num_token_tiles, V_TILES, BLOCK_T, CHUNK)
     i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -186,11 +181,9 @@ def query_gradients(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    row, head, tile_t, tile_k = tile_program(H, num_token_tiles, K_TILES)
-    chunk = tile_t * BLOCK_T // CHUNK
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    row, head, tile_t, tile_k, chunk, begin, length, first = token_program(
+        T, H, num_token_tiles, K_TILES, BLOCK_T, CHUNK
+    )
     i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lightscale.kernels.common.triton.kernels import exists
-from lightscale.kernels.common.triton.launch import on_device_of
+from lightscale.kernels.common.triton.launch import LAUNCH, on_device_of
 from lightscale.kernels.lightnet.state import LightNetState
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, share_of
-from lightscale.kernels.lightnet.triton.tiling import LAUNCH, fold_constants
+from lightscale.kernels.lightnet.triton.tiling import fold_constants
 
 
 @triton.jit

@@ -9,8 +9,17 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, tile_program, wave
-from lightscale.kernels.lightnet.triton.kernels import EMPTY, LEAST, RISE, finite, origin_of, share_of
+from lightscale.kernels.common.triton.kernels import exists, scan_program, wave
+from lightscale.kernels.lightnet.triton.kernels import (
+    EMPTY,
+    LEAST,
+    RISE,
+    finite,
+    half_program,
+    origin_of,
+    share_of,
+    token_program,
+)
 
 
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
@@ -53,12 +62,7 @@ def scan_states(
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
-    program = tl.program_id(0).to(tl.int64)
-    tile_v = program % V_TILES
-    tile_k = program // V_TILES % K_TILES
-    head = program // (V_TILES * K_TILES) % H
-    split = program // (V_TILES * K_TILES * H) % num_splits
-    row = program // (V_TILES * K_TILES * H * num_splits)
+    row, head, split, tile_k, tile_v = scan_program(H, num_splits, K_TILES, V_TILES)
     row_head = row * H + head
     of_split = row_head * num_splits + split
 
@@ -194,20 +198,8 @@ def fold_states(
     BLOCK_V: tl.constexpr,
 ):
     """The states between splits, one after the other; a program has a tile of one half of a head's state."""
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    program = tl.program_id(0).to(tl.int64)
-    tile_v = program % V_TILES
-    tile_k = program // V_TILES % K_TILES
-    half = program // (V_TILES * K_TILES) % (R // K)
-    row_head = program // (V_TILES * K_TILES * (R // K))
+    row_head, cols_k, has_k, within, in_tile, is_first = half_program(K, R, V, BLOCK_K, BLOCK_V)
     row = row_head // H
-    cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_k = exists(cols_k, K, BLOCK_K)
-    in_tile = has_k[:, None] & exists(cols_v, V, BLOCK_V)[None, :]
-    within = (half * K + cols_k)[:, None] * V + cols_v[None, :]
-    is_first = (tile_v == 0) & (half == 0)
 
     top = tl.full([BLOCK_K], EMPTY, tl.float32)
     state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
@@ -273,11 +265,7 @@ def weigh(
     part of them, until none is left.
     """
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    row, head, tile_t, tile_k = tile_program(H, num_token_tiles, K_TILES)
-    chunk = tile_t * BLOCK_T // CHUNK
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    first = (tile_t * BLOCK_T - begin).to(tl.int32)
+    row, head, _, tile_k, chunk, begin, length, first = token_program(T, H, num_token_tiles, K_TILES, BLOCK_T, CHUNK)
     i = first + tl.arange(0, BLOCK_T)
     inside = i < length
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)

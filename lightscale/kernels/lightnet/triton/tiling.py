@@ -8,11 +8,6 @@ import triton.language as tl
 
 from lightscale.kernels.common.triton.launch import dot_precision, power_of_two
 
-NUM_WARPS = 4
-
-LAUNCH = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
-"""Options of every launch. Triton 3.10 will not fuse multiplications and additions unless asked to."""
-
 FOLD_KEYS, FOLD_VALUES = 16, 64
 """Tile of a state in programs that fold splits."""
 

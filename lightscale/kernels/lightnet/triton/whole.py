@@ -25,11 +25,18 @@ from torch import Tensor
 from lightscale.kernels.common.angles import Angles, turns_of
 from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.kernels import exists, wave
-from lightscale.kernels.common.triton.launch import dense_last, dot_precision, on_device_of, power_of_two
+from lightscale.kernels.common.triton.launch import (
+    LAUNCH,
+    NUM_WARPS,
+    dense_last,
+    dot_precision,
+    on_device_of,
+    power_of_two,
+)
 from lightscale.kernels.lightnet.noncausal_chunked import Bounds
 from lightscale.kernels.lightnet.state import LightNetState
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, share_of
-from lightscale.kernels.lightnet.triton.tiling import _TYPES, LAUNCH, NUM_WARPS, tiling_of
+from lightscale.kernels.lightnet.triton.tiling import _TYPES, tiling_of
 
 SPLIT_TOKENS = 1024
 """Of a program that makes states: a long row keeps many of them busy, and its splits' states are small beside it."""

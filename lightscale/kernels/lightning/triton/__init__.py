@@ -1,8 +1,6 @@
 """Lightning attention on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
-hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
-look inside, and so that the whole operator, ``triton_lightning_attention``, has its gradient.
+``common/triton`` describes these passes.
 """
 
 from typing import Any
@@ -17,15 +15,7 @@ from lightscale.kernels.lightning.chunked import Gradients
 from lightscale.kernels.lightning.triton.cases import COMPILE_CASES
 from lightscale.kernels.lightning.triton.passes import LightningRows, decay_gradient, products, scan
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_lightning_attention",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd", "state_fwd"]
 
 
 @torch.library.custom_op("lightscale::lightning_state_fwd", mutates_args=())
@@ -51,14 +41,7 @@ def _state_fwd(
 
 
 @_state_fwd.register_fake
-def _(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    theta: Tensor | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(k: Tensor, v: Tensor, log_decay: Tensor | None, theta: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return _fake_state(k, v, theta), k.new_empty(k.size(0), k.size(2), dtype=torch.float32)
 
 
@@ -85,14 +68,7 @@ def _out_fwd(
 
 @_out_fwd.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    theta: Tensor | None,
-    positions: Tensor | None,
-    S_in: Tensor | None,
-    cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, theta: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), _fake_state(k, v, theta)
 
@@ -111,14 +87,7 @@ def _state_bwd(
 
 
 @_state_bwd.register_fake
-def _(
-    q: Tensor,
-    do: Tensor,
-    log_decay: Tensor | None,
-    theta: Tensor | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
+def _(q: Tensor, do: Tensor, log_decay: Tensor | None, theta: Tensor | None, *_: Any) -> Tensor:
     return _fake_state(q, do, theta)
 
 
@@ -172,19 +141,9 @@ def _row_gradients(
 
 @_gradients.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    theta: Tensor | None,
-    positions: Tensor | None,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Tensor | None,
-    cu_seqlens: Tensor | None,
-    with_decay: bool,
-    with_theta: bool,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, theta: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *_, with_decay, with_theta = others
     shape = q.shape[2:3] if log_decay is None else log_decay.shape
     dlog_decay = q.new_empty(shape if with_decay else (0,), dtype=torch.float32)
     dtheta = q.new_empty(q.shape[2:] if with_theta else (0,), dtype=torch.float64)
@@ -210,20 +169,6 @@ def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]
 _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def triton_lightning_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    angles: Angles | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The operator: (o, final state), differentiable; only the inputs are saved."""
-    o, state = _out_fwd(q, k, v, log_decay, *parts_of(angles), initial_state, cu_seqlens)
-    return o, state
-
-
 def state_fwd(
     k: Tensor,
     v: Tensor,
@@ -247,8 +192,9 @@ def out_fwd(
     *,
     angles: Angles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_lightning_attention(q, k, v, log_decay, angles, S_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; only the inputs are saved for its gradient."""
+    o, state = _out_fwd(q, k, v, log_decay, *parts_of(angles), S_in, cu_seqlens)
+    return o, state
 
 
 def state_bwd(

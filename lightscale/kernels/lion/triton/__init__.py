@@ -1,8 +1,6 @@
 """LION on GPUs: the passes of ``../chunked.py`` by the kernels of ``kernels.py``.
 
-The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
-hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
-look inside, and so that the whole operator, ``triton_lion``, has its gradient.
+``common/triton`` describes these passes.
 """
 
 from typing import Any

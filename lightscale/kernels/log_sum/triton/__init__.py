@@ -18,15 +18,7 @@ from lightscale.kernels.log_sum.triton import tiling
 from lightscale.kernels.log_sum.triton.cases import COMPILE_CASES
 from lightscale.kernels.log_sum.triton.kernels import scan, scan_back
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_log_sum",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd", "state_fwd", "triton_log_sum"]
 
 
 class _Rows(NamedTuple):

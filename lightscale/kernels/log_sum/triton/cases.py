@@ -14,15 +14,8 @@ def _case(name: str, kernel: Any, dtype: str, *absent: str) -> KernelCase:
     constants: dict[str, Any] = {"CHUNK": CHUNK, "BLOCK_D": CHANNELS, **dict.fromkeys(absent)}
     types = dict.fromkeys(("b_ptr", "db_ptr"), f"*{dtype}") | {"starts_ptr": "*i8", "T": "i32", "num_splits": "i32"}
     types |= dict.fromkeys(("D", *_STRIDES), "i32:16")
-    names: list[str] = kernel.arg_names
-    return KernelCase(
-        name=f"log_sum {name} {dtype}",
-        kernel=kernel,
-        arguments={n: types.get(n, "*fp32") for n in names if n not in constants},
-        constants={n: constants[n] for n in names if n in constants},
-        tensor_cores=False,
-        usual=dtype == "bf16",
-    )
+    options = {"tensor_cores": False, "usual": dtype == "bf16"}
+    return KernelCase.of(f"log_sum {name} {dtype}", kernel, types, constants, **options)
 
 
 COMPILE_CASES = [

@@ -256,17 +256,8 @@ def _cases(
         fixed = constants | activation | absent
         if not split and kernel in (forward_kernel, backward_kernel):
             fixed["sums"] = None
-        names: list[str] = kernel.arg_names
-        cases.append(
-            KernelCase(
-                name=f"norm {what} {name}",
-                kernel=kernel,
-                arguments={n: types[n] for n in names if n not in fixed},
-                constants={n: fixed[n] for n in names if n in fixed},
-                tensor_cores=False,
-                may_spill=dtype == "fp32",
-            )
-        )
+        options = {"tensor_cores": False, "may_spill": dtype == "fp32"}
+        cases.append(KernelCase.of(f"norm {what} {name}", kernel, types, fixed, **options))
     return cases
 
 

@@ -28,16 +28,8 @@ def _case(
     constants |= {"UNROLL": tiling.UNROLL, "ACTIVATION": activation, **_BLOCKS.get(kernel, {}), **dict.fromkeys(absent)}
     types = dict.fromkeys(("a_ptr", "b_ptr", "x_ptr"), f"*{sides}") | dict.fromkeys(("first_ptr", "end_ptr"), "*i32")
     types |= dict.fromkeys(_CONSTANT, "i32:16") | dict.fromkeys((*LENGTHS, "num_tokens"), "i32") | {"eps": "fp32"}
-    names: list[str] = kernel.arg_names
-    words = ("relation", name, activation, sides)
-    return KernelCase(
-        name=" ".join(word for word in words if word),
-        kernel=kernel,
-        arguments={n: types.get(n, "*fp32") for n in names if n not in constants},
-        constants={n: constants[n] for n in names if n in constants},
-        tensor_cores=kernel is deviations,
-        **more,
-    )
+    words = " ".join(word for word in ("relation", name, activation, sides) if word)
+    return KernelCase.of(words, kernel, types, constants, tensor_cores=kernel is deviations, **more)
 
 
 def _of(activation: str, *, usual: bool) -> list[KernelCase]:

@@ -12,24 +12,15 @@ import triton
 from torch import Tensor
 
 from lightscale.kernels.common.documents import document_numbers
-from lightscale.kernels.common.states import Arriving, arrived
+from lightscale.kernels.common.states import Arriving, arrived, without_state
 from lightscale.kernels.common.triton.launch import dense_last, dot_precision, on_device_of, power_of_two
 from lightscale.kernels.tpe.chunk_batches import powers
-from lightscale.kernels.tpe.chunked import TPERowGradients
+from lightscale.kernels.tpe.chunked import TPEGradients
 from lightscale.kernels.tpe.triton.cases import COMPILE_CASES
 from lightscale.kernels.tpe.triton.kernels import parameter_sums, recurrent, sweep
 from lightscale.kernels.tpe.triton.tiling import CHANNELS, PARAMETER_MODES, STEP
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "row_gradients",
-    "state_bwd",
-    "state_fwd",
-    "triton_tpe_scan",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "row_gradients", "state_bwd", "state_fwd"]
 
 # Tokens of a split, at least, and splits of all rows together, at most: with tiles of 16 channels enough programs for
 # every multiprocessor, while a state per split stays small beside the activations.
@@ -304,14 +295,6 @@ def _backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tenso
 _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def triton_tpe_scan(
-    x: Tensor, log_decay: Tensor, gamma: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The operator: (y, final state), differentiable; only the inputs are saved."""
-    y, state = _out_fwd(x, log_decay, gamma, initial_state, cu_seqlens)
-    return y, state
-
-
 def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """u_loc and D, see ``chunked.state_fwd``."""
     num_rows, num_tokens, width = x.shape
@@ -327,8 +310,9 @@ def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) ->
 def out_fwd(
     x: Tensor, log_decay: Tensor, gamma: Tensor, u_in: Tensor | None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_tpe_scan(x, log_decay, gamma, u_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; only the inputs are saved for its gradient."""
+    y, state = _out_fwd(x, log_decay, gamma, u_in, cu_seqlens)
+    return y, state
 
 
 def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -345,23 +329,13 @@ def row_gradients(
     u_in: Tensor | None,
     du_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
-) -> TPERowGradients:
+) -> tuple[TPEGradients, Tensor]:
     """Every gradient of a row, see ``chunked.row_gradients``."""
-    return TPERowGradients(*_gradients(x, log_decay, gamma, dy, u_in, arrived(du_end), cu_seqlens))
+    *gradients, du = _gradients(x, log_decay, gamma, dy, u_in, arrived(du_end), cu_seqlens)
+    return TPEGradients(*gradients), du
 
 
-def grad_bwd(
-    x: Tensor,
-    log_decay: Tensor,
-    gamma: Tensor,
-    dy: Tensor,
-    u_in: Tensor | None,
-    du_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a row's x, log_decay and gamma, see ``chunked.grad_bwd``."""
-    gradients = row_gradients(x, log_decay, gamma, dy, u_in, du_end, cu_seqlens)
-    return gradients.x, gradients.log_decay, gradients.gamma
+grad_bwd = without_state(row_gradients)
 
 
 def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,15 +27,8 @@ def _case(name: str, kernel: Any, dtype: str, E: int, absent: tuple[str, ...], *
     types |= dict.fromkeys(("T", "num_splits", "first_split"), "i32")
     if kernel is parameter_sums:
         fixed["BLOCK_E"] = power_of_two(E, most=PARAMETER_MODES)
-    names: list[str] = kernel.arg_names
-    return KernelCase(
-        name=f"tpe {name} E={E} {dtype}",
-        kernel=kernel,
-        arguments={n: types.get(n, "*fp32") for n in names if n not in fixed},
-        constants={n: fixed[n] for n in names if n in fixed},
-        tensor_cores=kernel is not recurrent,
-        may_spill=dtype == "fp32",
-    )
+    options = {"tensor_cores": kernel is not recurrent, "may_spill": dtype == "fp32"}
+    return KernelCase.of(f"tpe {name} E={E} {dtype}", kernel, types, fixed, **options)
 
 
 _OUTPUTS = ("leaving", "slopes_leaving")
