@@ -20,7 +20,6 @@ from triton.runtime.interpreter import GridExecutor
 
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.common.triton import launch
-from lightscale.kernels.lightnet.triton import passes as lightnet_passes
 from lightscale.parallel.sequence import Gather, Ring, Scan, StateExchange, TwoLevel, begin
 
 # An H100's: rows are cut into splits to keep them busy, which takes more launches.
@@ -62,7 +61,6 @@ def counted() -> Iterator[Launches]:
         with (
             mock.patch.object(GridExecutor, "__call__", count),
             mock.patch.object(launch, "num_multiprocessors", return_value=_MULTIPROCESSORS),
-            mock.patch.object(lightnet_passes, "num_multiprocessors", return_value=_MULTIPROCESSORS),
             launches,
         ):
             yield launches

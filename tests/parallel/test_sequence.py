@@ -731,7 +731,7 @@ def uneven_nodes(rank: int, world_size: int, init_method: str) -> str:
 
 def test_nodes_with_unequal_shares_are_refused(run_ranks: RunRanks) -> None:
     for message in run_ranks(uneven_nodes, 3):
-        for part in ("parallel.exchange", "parallel.ranks_per_node", "[2, 1]", 'use "gather"'):
+        for part in ("parallel.exchange", "parallel.ranks_per_node", "[2, 1]", 'use parallel.exchange = "gather"'):
             assert part in message
 
 

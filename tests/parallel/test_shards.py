@@ -57,7 +57,7 @@ def test_a_cover_holds_each_element_once() -> None:
     for first in range(13):
         halves = [*range_boxes((3, 4), 0, first), *range_boxes((3, 4), first, 12)]
         assert fault_of_cover(box(*one) for one in halves) is None
-    assert fault_of_cover([box((0, 0), (3, 3))]) == "w of (3, 4) has 12 elements, and 9 are held"
+    assert fault_of_cover([box((0, 0), (3, 3))]) == "w of (3, 4) has 12 elements, and the ranks hold 9"
     # As many elements as there are, one of them twice.
     twice = [box((0, 0), (2, 4)), box((1, 3), (2, 1)), box((2, 0), (1, 2))]
-    assert fault_of_cover(twice) == "w is held 2 times at (1, 3)"
+    assert fault_of_cover(twice) == "w is stored 2 times at (1, 3)"
