@@ -39,6 +39,8 @@ smartquotes = False
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+# The summaries of results are fetched, which browsers refuse for pages that are opened from a folder.
+html_show_search_summary = False
 html_title = f"lightscale {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -28,7 +28,7 @@ from lightscale.data_pipeline.preparation.readers.streams import is_packed
 from lightscale.data_pipeline.preparation.readers.table import format_of
 from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.data_pipeline.tokenizers import Tokenizer, train_sentencepiece, with_fast_path
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 
 SAMPLE_DOCUMENTS = 200
 # Of formats whose files hold many documents so many files are read in each source; of texts as many as documents are
@@ -242,7 +242,7 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
         rules = sum((source.dropped for source in sources.values()), Counter[str]())
         problems = [reason for source in sources.values() for reason in source.problems.counts]
         raise UserError(
-            f"the sample keeps no document: {sum(source.files for source in sources.values())} files; "
+            f"the sample keeps no document: {counted(sum(source.files for source in sources.values()), 'file')}; "
             f"{', '.join([*(f'{count} × {rule}' for rule, count in rules.items()), *problems]) or 'no documents'}"
         )
     encoder = _encoder(tokenizer, everything, corpus.vocab_size or DEFAULT_VOCAB_SIZE)

@@ -153,7 +153,7 @@ def test_a_tokenizer_that_is_to_be_trained_is_trained_on_the_sample(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "no document of the sample is kept: 1 files; no documents"), (jsonl(["a"]), "1 files; 1 × size")],
+    [(b"", "the sample keeps no document: 1 file; no documents"), (jsonl(["a"]), "1 file; 1 × size")],
 )
 def test_a_corpus_of_which_nothing_is_kept(corpus: Path, content: bytes, message: str) -> None:
     add_source(corpus, "own", {"a.jsonl": content})
