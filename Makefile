@@ -15,7 +15,7 @@ RANKS := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder tests/par
 # One more for the jobs of a scheduler, which mostly wait.
 LONG_JOBS ?= 3
 
-.PHONY: install check test test-skipped test-long test-soak test-eval gpu-check twin twin-budgets quickstart golden lock docs clean
+.PHONY: install check test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
 
 install: $(STAMP)
 
@@ -78,6 +78,10 @@ test-eval: install
 # `SMALL=1` for sizes that take seconds.
 gpu-check: install
 	$(BIN)/python tools/gpu_check.py $(if $(PARTS),--only $(PARTS)) $(if $(SMALL),--small)
+
+# A folder that installs lightscale on a machine without a network, which has this Python and this torch already.
+bundle: install
+	$(BIN)/python tools/bundle.py --python-version $(PYTHON_VERSION) --torch $(TORCH) $(if $(OUT),--out $(OUT))
 
 # The CUDA path without a GPU (tools/cuda_twin): brings the CUDA build of PyTorch first, 527 MB, into LIGHTSCALE_TWIN or
 # .twin; `.ci/run` runs a part of it where that is there.

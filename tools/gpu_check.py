@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import gpu_visit
 from bench import machine, saved_as
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import write_atomically
@@ -119,7 +120,6 @@ def check_device() -> None:
         raise UserError(f"{needs}: torch {torch.__version__} finds none; check `nvidia-smi`")
     if find_spec("triton") is None:
         raise UserError(f"{needs} and the package triton, which is not installed")
-    check_matplotlib()
     if find_spec("fla") is None:
         console.print("fla-core is not installed: comparison with its kernels skipped; use `pip install fla-core`")
 
@@ -230,7 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gpu_check.py", description=("Run the checks that need a GPU, and record their figures.")
     )
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts (default: all)")
+    parser.add_argument("--only", metavar="PART", nargs="+", help="parts (default: all)")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="all parts together, by their worth; needs --out"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="results of visits; the next one runs what has no result yet"
+    )
     parser.add_argument(
         "--save",
         type=Path,
@@ -241,8 +247,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="small sizes, to test that the check itself runs")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="limit of each part, in seconds (default 1800)")
     args = parser.parse_args(arguments)
+    if (args.budget is None) != (args.out is None):
+        parser.error("--budget and --out belong together")
+    known = PARTS if args.budget is None else gpu_visit.PARTS
+    args.only = args.only or list(known)
+    if unknown := [name for name in args.only if name not in known]:
+        parser.error(f"unknown parts: {', '.join(unknown)}; use {', '.join(known)}")
     try:
         check_device()
+        if args.budget is not None:
+            chosen = {name: part for name, part in gpu_visit.PARTS.items() if name in args.only}
+            return gpu_visit.Visit(args.out.resolve(), args.budget).run(chosen, small=args.small)
+        check_matplotlib()
         parts = {name: part for name, part in possible_parts(small=args.small).items() if name in args.only}
         if absent := [name for name in args.only if name not in parts]:
             console.print(f"skipped because this machine has one GPU: {', '.join(absent)}")

@@ -9,7 +9,6 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -39,17 +38,23 @@ def on_host(tensor: Tensor) -> Tensor:
     return empty.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-_generators: WeakKeyDictionary[torch.Generator, torch.Generator] = WeakKeyDictionary()
+_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
+"""By the id of the device's generator, which stays alive here: PyTorch 2.11 refuses weak references to generators, and
+a later one must not get the same id."""
+
+
+def _host_generator(generator: torch.Generator) -> torch.Generator:
+    if id(generator) not in _generators:
+        # Other numbers than CUDA's own would be, and for one seed the same ones each time.
+        _generators[id(generator)] = generator, torch.Generator().manual_seed(generator.initial_seed())
+    return _generators[id(generator)][1]
 
 
 def _as_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         return on_host(value)
     if isinstance(value, torch.Generator) and value.device.type == "cuda":
-        # Other numbers than CUDA's own would be, and for one seed the same ones each time.
-        if value not in _generators:
-            _generators[value] = torch.Generator().manual_seed(value.initial_seed())
-        return _generators[value]
+        return _host_generator(value)
     return _CPU if isinstance(value, torch.device) and value.type == "cuda" else value
 
 

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER_VARIABLE = "LIGHTSCALE_TWIN"
 """Names the folder, for several clones to share one."""
 WHEEL_MB = 527
+HEADERS_MB = 3
 NOTE = (
     "This is the CUDA twin: a simulated CUDA device, computed by CPUs. No time, speed or memory here is measured on a "
     "GPU."
@@ -68,44 +70,55 @@ def missing() -> str | None:
         return f"the null device stands in for libraries of Linux; this is {sys.platform}"
     if absent := [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]:
         return f"{', '.join(absent)} not found on the PATH; install it to build the null device"
-    if not (_headers() / "cuda_runtime_api.h").exists():
-        return f"no headers of CUDA in {_headers()}, which Triton includes"
     if not (wheel_path() / "torch/lib/libtorch_cuda.so").exists():
         return (
             f"no CUDA build of PyTorch {torch_version()} in {wheel_path()}; 'python tools/twin.py fetch' downloads it "
             f"({WHEEL_MB} MB), or set {FOLDER_VARIABLE} to a folder that contains it"
         )
+    if headers() is None:
+        return (
+            f"no headers of CUDA {cuda_version()}, for which PyTorch {torch_version()} is built, in "
+            f"{_triton_headers()} or {_fetched_headers()}; 'python tools/twin.py fetch' downloads them "
+            f"({HEADERS_MB} MB)"
+        )
     return None
 
 
 def fetch() -> Path:
-    """Download and unpack the CUDA build, unless it is there; nothing is installed.
+    """Download and unpack the CUDA build, and headers of its CUDA, unless they are there; nothing is installed.
 
     Raises:
         UserError: pip cannot get it.
     """
     target = wheel_path()
-    if (target / "torch/lib/libtorch_cuda.so").exists():
-        return target
+    if not (target / "torch/lib/libtorch_cuda.so").exists():
+        _unpack([f"torch=={torch_version()}"], target, WHEEL_MB, "torch/lib/libtorch_cuda.so")
+    if headers() is None:
+        _unpack(_header_packages(cuda_version()), folder() / f"cuda-{cuda_version()}", HEADERS_MB, _HEADER)
+    return target
+
+
+def _unpack(packages: list[str], target: Path, megabytes: int, wanted: str) -> None:
+    """The wheels of these packages in one folder, which has a file of the path or name ``wanted``."""
     folder().mkdir(parents=True, exist_ok=True)
     # A machine without a GPU may be told to prefer CPU builds, by settings that must not hold here.
     environment = {**os.environ, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull, "PIP_CONSTRAINT": os.devnull}
     with tempfile.TemporaryDirectory(dir=folder(), prefix="download-") as download:
-        command = ["download", "--no-deps", "--only-binary=:all:", "--dest", download, f"torch=={torch_version()}"]
+        command = ["download", "--no-deps", "--only-binary=:all:", "--dest", download, *packages]
         done = subprocess.run([sys.executable, "-m", "pip", *command], env=environment, check=False)
-        wheels = list(Path(download).glob("torch-*.whl"))
+        wheels = list(Path(download).glob("*.whl"))
         if done.returncode or not wheels:
             raise UserError(
-                f"pip could not download torch=={torch_version()} ({WHEEL_MB} MB): no reachable index has it; unpack "
-                f"the wheel into {target}"
+                f"pip could not download {' '.join(packages)} ({megabytes} MB): no reachable index has it; unpack the "
+                f"wheel into {target}"
             )
         unpacked = Path(download) / "unpacked"
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            wheel.extractall(unpacked)
-        if not (unpacked / "torch/lib/libtorch_cuda.so").exists():
+        for path in wheels:
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(unpacked)
+        if not any(unpacked.rglob(wanted)):
             raise UserError(f"{wheels[0].name} is a build without CUDA; the index has no other build for this machine")
         unpacked.rename(target)
-    return target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +178,9 @@ def installed() -> Twin:
         with tempfile.TemporaryDirectory(dir=folder(), prefix="device-") as scratch:
             built = Path(scratch) / "built"
             built.mkdir()
-            _build(torch / "torch/lib", built)
+            include = headers()
+            assert include is not None
+            _build(torch / "torch/lib", include, built)
             try:
                 built.rename(device)
             except OSError:
@@ -174,18 +189,59 @@ def installed() -> Twin:
     return Twin(torch=torch, device=device)
 
 
-def _headers() -> Path:
+_HEADER = "cuda_runtime_api.h"
+
+
+def cuda_version() -> str:
+    """The CUDA that the build of PyTorch is made for, like 13.0."""
+    text = (wheel_path() / "torch/version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", text, re.MULTILINE)
+    if found is None:
+        raise UserError(f"{wheel_path()} is a build of PyTorch without CUDA; remove the folder and fetch it again")
+    return found[1]
+
+
+def headers() -> Path | None:
+    """Headers of the build's CUDA; None: there are none.
+
+    Structures differ between major releases of CUDA, and Triton's headers may be of another one than PyTorch's build:
+    Triton 3.6 has those of 12.8, PyTorch 2.11 is built for 13.0.
+    """
+    major = cuda_version().partition(".")[0]
+    candidates = [_triton_headers(), *sorted(path.parent for path in _fetched_headers().rglob(_HEADER))]
+    return next((path for path in candidates if headers_major(path) == major), None)
+
+
+def headers_major(include: Path) -> str | None:
+    """The major release of CUDA that a folder of headers is of; None: it has no header of the runtime."""
+    path = include / _HEADER
+    found = re.search(r"define\s+CUDART_VERSION\s+(\d+)", path.read_text("utf-8", "replace")) if path.exists() else None
+    return None if found is None else str(int(found[1]) // 1000)
+
+
+def _triton_headers() -> Path:
     triton = importlib.metadata.distribution("triton").locate_file("triton")
     return Path(str(triton)) / "backends/nvidia/include"
 
 
-def _build(libraries: Path, out: Path) -> None:
+def _fetched_headers() -> Path:
+    return folder() / f"cuda-{cuda_version()}"
+
+
+def _header_packages(version: str) -> list[str]:
+    """Of the runtime; since CUDA 13 its common part is a package of its own."""
+    if int(version.partition(".")[0]) < 13:
+        return [f"nvidia-cuda-runtime-cu12=={version}.*"]
+    return [f"nvidia-cuda-runtime=={version}.*", f"nvidia-cuda-crt=={version}.*"]
+
+
+def _build(libraries: Path, include: Path, out: Path) -> None:
     """One library that answers, and one of each of NVIDIA's names that refers to it."""
     objects = []
     for source in sorted(_SOURCES.glob("*.c")):
         objects.append(out / f"{source.stem}.o")
         flags = ["-std=gnu11", "-O2", "-fPIC", "-Wall", "-Werror", "-Wno-unused-parameter"]
-        _run("gcc", *flags, "-isystem", _headers(), "-c", source, "-o", objects[-1])
+        _run("gcc", *flags, "-isystem", include, "-c", source, "-o", objects[-1])
     stubs = out / "stubs.c"
     stubs.write_text(_stubs(_wanted(libraries) - _defined(objects)), encoding="ascii")
     _run("gcc", "-w", "-fPIC", "-shared", "-o", out / _LIBRARY, *objects, stubs, "-lpthread", "-lrt", "-ldl")

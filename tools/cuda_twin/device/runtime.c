@@ -199,9 +199,21 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
   *status = cudaStreamCaptureStatusNone;
   OK;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                     size_t *count) {
+// CUDA 12's headers rename this one to its second version, which has no edges, and have a third one with edges.
+#if CUDART_VERSION < 13000
+cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                        unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+                                        size_t *count) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id) *id = 0;
+  OK;
+}
+cudaError_t cudaStreamGetCaptureInfo_v3(
+#else
+cudaError_t cudaStreamGetCaptureInfo(
+#endif
+    cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
+    const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
   *status = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   OK;
