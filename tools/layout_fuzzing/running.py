@@ -275,9 +275,11 @@ class _Case:
             exported = plain.state_dict()
             stored = stored_parts(model, vocab_size=NUM_IDS)
             errors["parameters that an import lacks"] = len(weights.keys() ^ stored.keys())
-            for key, parts in stored.items():
+            for key, held in stored.items():
                 # Padding of the vocabulary has no name.
-                for part in (one for one in parts if one.name is not None):
+                for part in held:
+                    if part.name is None:
+                        continue
                     imported = exported[part.name][part.first : part.first + len(part.rows)]
                     own = weights[key][part.rows.start : part.rows.stop]
                     _raise(errors, f"{key} of the import", float((imported - own).abs().max()))
