@@ -14,7 +14,7 @@ from lightscale.errors import UserError
 from lightscale.kernels.common.backends import (
     AUTO,
     choose_backend,
-    dispatch_pass,
+    dispatch_passes,
     dispatch_step,
     implementation,
     preload_backends,
@@ -43,10 +43,9 @@ __all__ = [
 ]
 
 
-state_fwd = dispatch_pass("delta_rule", chunked.state_fwd)
-out_fwd = dispatch_pass("delta_rule", chunked.out_fwd)
-state_bwd = dispatch_pass("delta_rule", chunked.state_bwd)
-grad_bwd = dispatch_pass("delta_rule", chunked.grad_bwd)
+state_fwd, out_fwd, state_bwd, grad_bwd = dispatch_passes(
+    "delta_rule", chunked.state_fwd, chunked.out_fwd, chunked.state_bwd, chunked.grad_bwd
+)
 recurrent_step = dispatch_step("delta_rule", chunked.recurrent_step)
 
 
@@ -102,7 +101,7 @@ def delta_rule(
         options = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         o, state = in_state_dtype(delta_rule_reference, q, k, v, log_decay, beta, **options)
     elif name == "triton":
-        whole = implementation("delta_rule", name).triton_delta_rule
+        whole = implementation("delta_rule", name).out_fwd
         o, state = whole(q, k, v, log_decay, beta, initial_state, cu_seqlens)
     else:
         o, state = ChunkedDeltaRule.apply(q, k, v, log_decay, beta, initial_state, cu_seqlens, chunk_size)

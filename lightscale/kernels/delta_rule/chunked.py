@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_autocast
+from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_autocast, without_state
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 from lightscale.kernels.gla.decays import GLADecays
 
@@ -32,7 +32,6 @@ class DeltaRuleGradients(NamedTuple):
     v: Tensor
     log_decay: Tensor | None
     beta: Tensor
-    S_in: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +322,15 @@ def row_gradients(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> DeltaRuleGradients:
-    """All gradients of a row; see ``grad_bwd`` for the arguments."""
+) -> tuple[DeltaRuleGradients, Tensor]:
+    """The gradients of a row's inputs, and that of its incoming state.
+
+    Args:
+        do: cotangents of the outputs (B, T, N, V).
+        S_in: the state (B, N, K, V) that entered the row; zero when None.
+        dS_end: the cotangent (B, N, K, V) of the state that left it, or a function that waits for it; zero when None.
+
+    """
     row = _Row.of(k, log_decay, beta, v.shape[3], cu_seqlens, chunk_size)
     queries = of_value_heads(q, v.shape[2])
     # Forward once more for the states that enter the batches: one of each, and none between.
@@ -348,42 +354,11 @@ def row_gradients(
     if dlog_decay is not None and log_decay is not None and log_decay.dim() == 3:
         dlog_decay = dlog_decay.sum(-1)
     num_heads = q.shape[2]
-    return DeltaRuleGradients(
-        of_key_heads(dq, num_heads), of_key_heads(dk, num_heads), dv, dlog_decay, dbeta.squeeze(-1), dstate
-    )
+    dq, dk = (of_key_heads(x, num_heads) for x in (dq, dk))
+    return DeltaRuleGradients(dq, dk, dv, dlog_decay, dbeta.squeeze(-1)), dstate
 
 
-def grad_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-    *,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients of a row's inputs, without that of the incoming state (``state_bwd``).
-
-    Args:
-        q: queries (B, T, H, K); T may be 0.
-        k: keys (B, T, H, K).
-        v: values (B, T, N, V).
-        log_decay: (B, T, N), (B, T, N, K) or None.
-        beta: (B, T, N).
-        do: cotangents of the outputs (B, T, N, V).
-        S_in: the state (B, N, K, V) that entered the row; zero when None.
-        dS_end: the cotangent (B, N, K, V) of the state that left it, or a function that waits for it; zero when None.
-        cu_seqlens: (M+1,) or None.
-        chunk_size: tokens of a chunk.
-
-    Returns:
-        dq, dk, dv, dlog_decay (None where it is None) and dbeta, each of its input's shape and dtype.
-    """
-    return row_gradients(q, k, v, log_decay, beta, do, S_in, dS_end, cu_seqlens, chunk_size=chunk_size)[:5]
+grad_bwd = without_state(row_gradients)
 
 
 @without_autocast
@@ -409,29 +384,19 @@ class ChunkedDeltaRule(torch.autograd.Function):
     """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """(o, final state) of the arguments of ``out_fwd``."""
-        ctx.save_for_backward(q, k, v, log_decay, beta, initial_state, cu_seqlens)
-        ctx.chunk_size = chunk_size
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """(o, final state) of q, k, v, log_decay, beta, initial_state, cu_seqlens, chunk_size; see ``out_fwd``."""
+        *tensors, ctx.chunk_size = inputs
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return out_fwd(q, k, v, log_decay, beta, initial_state, cu_seqlens, chunk_size=chunk_size)
+        return out_fwd(*tensors, chunk_size=ctx.chunk_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
         q, k, v, log_decay, beta, initial_state, cu_seqlens = ctx.saved_tensors
-        gradients = row_gradients(
+        gradients, dS_in = row_gradients(
             q,
             k,
             v,
@@ -443,5 +408,4 @@ class ChunkedDeltaRule(torch.autograd.Function):
             cu_seqlens,
             chunk_size=ctx.chunk_size,
         )
-        dinitial_state = gradients.S_in if ctx.needs_input_grad[5] else None
-        return *gradients[:5], dinitial_state, None, None
+        return *gradients, dS_in if ctx.needs_input_grad[5] else None, None, None

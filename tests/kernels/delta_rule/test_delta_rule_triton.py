@@ -323,7 +323,7 @@ def test_choice_of_the_backend(default_backend: Callable[[str], None], monkeypat
     assert choose_backend("delta_rule", x, "reference") == "reference"
     with pytest.raises(UserError, match=r"delta_rule: backend 'triton' supports .* not torch\.float64"):
         choose_backend("delta_rule", x.double())
-    with pytest.raises(UserError, match=r"has no backend 'triton'; known here: auto, chunked, reference"):
+    with pytest.raises(UserError, match=r"has no backend 'triton'; use auto, chunked, reference"):
         choose_backend("delta_rule", torch.ones(1, 3, 1, 257))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UserError, match="'triton' needs a GPU, but the inputs are on cpu"):

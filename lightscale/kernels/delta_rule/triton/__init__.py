@@ -2,7 +2,7 @@
 
 The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
 hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
-look inside, and so that the whole operator, ``triton_delta_rule``, has its gradient.
+look inside, and so that ``out_fwd`` has its gradient.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.states import Arriving, arrived
-from lightscale.kernels.delta_rule.chunked import of_key_heads
+from lightscale.kernels.common.states import Arriving, arrived, without_state
+from lightscale.kernels.delta_rule.chunked import DeltaRuleGradients, of_key_heads
 from lightscale.kernels.delta_rule.triton.cases import COMPILE_CASES
 from lightscale.kernels.delta_rule.triton.passes import (
     DeltaRows,
@@ -23,15 +23,7 @@ from lightscale.kernels.delta_rule.triton.passes import (
 )
 from lightscale.kernels.delta_rule.triton.step import recurrent_step
 
-__all__ = [
-    "COMPILE_CASES",
-    "grad_bwd",
-    "out_fwd",
-    "recurrent_step",
-    "state_bwd",
-    "state_fwd",
-    "triton_delta_rule",
-]
+__all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd", "state_fwd"]
 
 
 @torch.library.custom_op("lightscale::delta_rule_state_fwd", mutates_args=())
@@ -44,7 +36,7 @@ def _state_fwd(
 
 
 @_state_fwd.register_fake
-def _(k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _fake_state(k, v), k.new_empty(k.size(0), v.size(2), k.size(3), k.size(3), dtype=torch.float32)
 
 
@@ -69,15 +61,7 @@ def _out_fwd(
 
 
 @_out_fwd.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor,
-    S_in: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), _fake_state(k, v)
 
 
@@ -90,7 +74,7 @@ def _state_bwd(
 
 
 @_state_bwd.register_fake
-def _(q: Tensor, k: Tensor, do: Tensor, log_decay: Tensor | None, beta: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _(q: Tensor, k: Tensor, do: Tensor, *_: Any) -> Tensor:
     return _fake_state(k, do)
 
 
@@ -107,10 +91,12 @@ def _gradients(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``_row_gradients``, registered; without decays their gradient is empty."""
-    dq, dk, dv, dlog_decay, dbeta, dS_in = _row_gradients(q, k, v, log_decay, beta, do, S_in, dS_end, cu_seqlens)
-    return dq, dk, dv, dbeta.new_empty(0) if dlog_decay is None else dlog_decay, dbeta, dS_in
+    found, dS_in = _row_gradients(q, k, v, log_decay, beta, do, S_in, dS_end, cu_seqlens)
+    dlog_decay = found.beta.new_empty(0) if found.log_decay is None else found.log_decay
+    return found.q, found.k, found.v, dlog_decay, found.beta, dS_in
 
 
+@torch.no_grad()
 def _row_gradients(
     q: Tensor,
     k: Tensor,
@@ -120,9 +106,9 @@ def _row_gradients(
     do: Tensor,
     S_in: Tensor | None,
     dS_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """dq, dk, dv, dlog_decay, dbeta, dS_in."""
+    cu_seqlens: Tensor | None = None,
+) -> tuple[DeltaRuleGradients, Tensor]:
+    """The gradients of a row's inputs, and that of its incoming state, see ``chunked.row_gradients``."""
     rows = DeltaRows.of(k, log_decay, beta, cu_seqlens)
     of = prepared(rows, q, k)
     _, _, states, z, transitions = scan(rows, of, v, S_in, chunks=True)
@@ -135,20 +121,12 @@ def _row_gradients(
     dq, dk = (of_key_heads(x, q.size(2)) for x in (dq, dk))
     if dlog_decay is not None and log_decay is not None:
         dlog_decay = dlog_decay.to(log_decay.dtype).contiguous()
-    return dq, dk, dv, dlog_decay, dbeta.to(beta.dtype).contiguous(), dS_in
+    return DeltaRuleGradients(dq, dk, dv, dlog_decay, dbeta.to(beta.dtype).contiguous()), dS_in
 
 
 @_gradients.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Tensor | None,
-    cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dbeta = (x.new_empty(x.shape) for x in (q, k, v, beta))
     dlog_decay = beta.new_empty(0) if log_decay is None else log_decay.new_empty(log_decay.shape)
@@ -169,20 +147,6 @@ def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]
 _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
 
 
-def triton_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The operator: (o, final state), differentiable; only the inputs are saved."""
-    o, state = _out_fwd(q, k, v, log_decay, beta, initial_state, cu_seqlens)
-    return o, state
-
-
 def state_fwd(
     k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -200,8 +164,9 @@ def out_fwd(
     S_in: Tensor | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``."""
-    return triton_delta_rule(q, k, v, log_decay, beta, S_in, cu_seqlens)
+    """The outputs and the state that leaves, see ``chunked.out_fwd``; only the inputs are saved for its gradient."""
+    o, state = _out_fwd(q, k, v, log_decay, beta, S_in, cu_seqlens)
+    return o, state
 
 
 def state_bwd(
@@ -212,17 +177,4 @@ def state_bwd(
     return own
 
 
-@torch.no_grad()
-def grad_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor,
-    do: Tensor,
-    S_in: Tensor | None,
-    dS_end: Arriving[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
-    return _row_gradients(q, k, v, log_decay, beta, do, S_in, dS_end, cu_seqlens)[:5]
+grad_bwd = without_state(_row_gradients)

@@ -103,7 +103,7 @@ class DeltaRows:
         return Splits.of(self.num_rows * self.num_heads * tiles, self.num_chunks, self.device)
 
 
-class Prepared(NamedTuple):
+class PreparedChunks(NamedTuple):
     """Everything about chunks that needs no values, and the queries and keys that scans read; see ``states.py``."""
 
     q_in: Tensor | None
@@ -118,7 +118,7 @@ class Prepared(NamedTuple):
     """Heads of values for each head of ``q_in``, ``k_in`` and ``k_out``."""
 
 
-def prepared(rows: DeltaRows, q: Tensor | None, k: Tensor) -> Prepared:
+def prepared(rows: DeltaRows, q: Tensor | None, k: Tensor) -> PreparedChunks:
     """What scans need; without queries nothing of outputs."""
     q, k = None if q is None else dense_last(q), dense_last(k)
     scores, corrections = None if q is None else rows.pairs(), rows.pairs()
@@ -140,7 +140,7 @@ def prepared(rows: DeltaRows, q: Tensor | None, k: Tensor) -> Prepared:
                     **LAUNCH,
                     num_stages=1,
                 )
-        return Prepared(q, k, k, upto, after, through, corrections, scores, rows.groups)
+        return PreparedChunks(q, k, k, upto, after, through, corrections, scores, rows.groups)
     q_in = None if q is None else rows.tokens(rows.key_width)
     k_in, k_out = rows.tokens(rows.key_width), rows.tokens(rows.key_width)
     through = rows.empty(rows.num_chunks, rows.key_width)
@@ -156,7 +156,7 @@ def prepared(rows: DeltaRows, q: Tensor | None, k: Tensor) -> Prepared:
                 **LAUNCH,
                 num_stages=1,
             )
-    return Prepared(q_in, k_in, k_out, None, None, through, corrections, scores, 1)
+    return PreparedChunks(q_in, k_in, k_out, None, None, through, corrections, scores, 1)
 
 
 class Scanned(NamedTuple):
@@ -174,7 +174,13 @@ class Scanned(NamedTuple):
 
 
 def scan(
-    rows: DeltaRows, of: Prepared, v: Tensor, entering: Tensor | None, *, outputs: bool = False, chunks: bool = False
+    rows: DeltaRows,
+    of: PreparedChunks,
+    v: Tensor,
+    entering: Tensor | None,
+    *,
+    outputs: bool = False,
+    chunks: bool = False,
 ) -> Scanned:
     """The states from the one that enters the rows; with ``outputs`` o, with ``chunks`` what the gradients read."""
     v = dense_last(v)
@@ -201,7 +207,7 @@ def scan(
     return Scanned(o, final, states, z, transitions)
 
 
-def through_rows(rows: DeltaRows, of: Prepared) -> Tensor:
+def through_rows(rows: DeltaRows, of: PreparedChunks) -> Tensor:
     """What the rows do to a state: M (B, N, K, K)."""
     splits = rows.splits(rows.key_width)
     found = _transitions(rows, of, splits)
@@ -213,7 +219,7 @@ def through_rows(rows: DeltaRows, of: Prepared) -> Tensor:
 
 def scan_reverse(
     rows: DeltaRows,
-    of: Prepared,
+    of: PreparedChunks,
     do: Tensor,
     entering: Tensor | None,
     *,
@@ -278,7 +284,7 @@ def scan_reverse(
 def key_gradients(
     rows: DeltaRows,
     inputs: tuple[Tensor, Tensor, Tensor],
-    of: Prepared,
+    of: PreparedChunks,
     found: tuple[Tensor, Tensor],
     states: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -331,7 +337,7 @@ def key_gradients(
 
 def _scan_forward(
     rows: DeltaRows,
-    of: Prepared,
+    of: PreparedChunks,
     v: Tensor | None,
     splits: Splits,
     entering: Tensor | None,
@@ -355,7 +361,7 @@ def _scan_forward(
     )
 
 
-def _transitions(rows: DeltaRows, of: Prepared, splits: Splits) -> Tensor:
+def _transitions(rows: DeltaRows, of: PreparedChunks, splits: Splits) -> Tensor:
     """What each of these splits does to a state: M (B, N, S, K, K) fp32."""
     width = rows.key_width
     own = rows.splits(width)
