@@ -158,6 +158,8 @@ class Visit:
             except (OSError, subprocess.SubprocessError) as error:
                 result = {"exit_code": 1, "why": repr(error)[:300]}
             self._keep(name, result | {"seconds": time.monotonic() - began})
+            # Whoever ends the visit from outside finds what there was until then.
+            self._archive()
         self._write()
         self._archive()
         return int(not all(map(self._passed, parts)))

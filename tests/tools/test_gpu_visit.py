@@ -61,6 +61,11 @@ def test_what_has_no_time_is_left_for_the_next_visit(tool: ModuleType, tmp_path:
     assert tool.Visit(tmp_path, 60).run(parts) == 0
 
 
+def test_the_archive_is_there_while_later_parts_run(tool: ModuleType, tmp_path: Path) -> None:
+    script = f"import tarfile; tarfile.open({str(tmp_path / tool.ARCHIVE)!r}).getmember('results/first.log')"
+    assert tool.Visit(tmp_path, 60).run({"first": part(tool, ""), "second": part(tool, script)}) == 0
+
+
 def test_each_operator_is_a_process(tool: ModuleType) -> None:
     tests = ["a.py::t[norm-bf16]", "a.py::t[norm-fp32]", "a.py::t[gla-bf16]", "a.py::big[gla-x]", "a.py::alone"]
     assert tool.groups(tests, "big") == {"norm": tests[:2], "gla": [tests[2]], "alone": [tests[4]]}
