@@ -8,6 +8,7 @@ It has the wheels of all packages that the named environment lacks, and the sour
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     platforms += ["--platform", f"manylinux2014_{args.machine}"]
     target = ["--python-version", args.python_version, "--only-binary=:all:", *platforms]
     try:
+        for old in ("wheels", "source"):
+            shutil.rmtree(args.out / old, ignore_errors=True)
         args.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
             lock = Path(scratch, "constraints.txt")

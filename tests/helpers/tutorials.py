@@ -70,9 +70,7 @@ def blocks(page: Path) -> list[Block]:
     for match in FENCE.finditer(source):
         line = source.count("\n", 0, match.start("text")) + 1
         block = Block(page, line, match["language"], match["text"], match["marker"] or "")
-        assert block.language in ("bash", "python", "toml", "yaml", "text"), (
-            f"{block.place}: no rule for ```{block.language}"
-        )
+        assert block.language in LANGUAGES, f"{block.place}: no rule for ```{block.language}"
         assert not block.marker or MARKER.fullmatch(block.marker), f"{block.place}: no such marker: {block.marker}"
         if block.language in ("toml", "yaml") and not block.is_left_out:
             assert block.file is not None, f"{block.place}: its first line names no file"
