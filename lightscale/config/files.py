@@ -89,7 +89,7 @@ def mistakes(error: ValidationError, explain: Callable[[dict[str, Any]], str]) -
 
 
 def launch_tables(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, its table [launch]) for the files that `path` extends, then for `path`; files without one are left out."""
+    """(file, its table [launch]) for the files that `path` extends, then for `path`; files without one are skipped."""
     for origin, table in _Reader().read(find_config(Path(path))):
         launch = table.get(_LAUNCH)
         if launch is not None:

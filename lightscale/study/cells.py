@@ -49,7 +49,7 @@ class Cell:
     def digest(self) -> str:
         """sha256 of the run's identity: its configuration without keys that may change on a resume.
 
-        Defaults are left out too: a later version may have more keys.
+        Defaults are skipped too: a later version may have more keys.
         """
         chosen = self.config.model_dump(mode="json", exclude_defaults=True)
         kept = {key: value for key, value in _leaves(chosen) if not is_named(key, HARMLESS_KEYS)}

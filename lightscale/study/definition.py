@@ -51,7 +51,7 @@ class FitSection(Section):
     """[fit]: the data for the fits of laws."""
 
     skip: Fraction = 0.02
-    """Share of a run's tokens, from its start, to leave out; the warm-up is always left out."""
+    """Share of a run's tokens, from its start, to skip; the warm-up is always skipped."""
     draws: Annotated[int, Field(ge=2, le=100_000)] = 200
     """Number of draws of the bootstrap."""
 

@@ -8,7 +8,7 @@ Scores = dict[str, dict[str, float]]
 
 
 def newest_scores(run: RunDirectory) -> Scores:
-    """Result of the latest step for each task in RUN/evaluation; scores without a value are left out."""
+    """Result of the latest step for each task in RUN/evaluation; scores without a value are skipped."""
     found: Scores = {}
     for path in sorted(run.evaluation.glob("step-*/*.json")):
         if (result := read_result(path)) is not None:

@@ -430,7 +430,7 @@ def test_beginning_from_the_weights_of_another_run(
     assert read_metrics(converted.metrics)[0]["loss"] < first["loss"] - 0.2
     attention = "decoder.layers.0-3.self_attention"
     assert f"  {attention}.fv_proj.weight (v): from {attention}.kv_proj.weight\n" in results[5][1]
-    assert f"  {attention}.fv_proj.weight (forget): drawn, the source has none\n" in results[5][1]
+    assert f"  {attention}.fv_proj.weight (forget): drawn, missing in the source\n" in results[5][1]
     (event,) = [event for event in read_lines(converted.events) if event["event"] == "init_from"]
     row = {"parameter": f"{attention}.fv_proj.weight", "role": "v", "from": f"{attention}.kv_proj.weight"}
     assert row in event["conversion"]
