@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -61,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips(config))
+        _choose_seed(config)
     if config.option.skipped:
         # Only files that have one of them: others need not be imported.
         files = {config.rootpath / name.partition("::")[0] for name in _skipped_before(config)}
@@ -152,6 +154,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skipped", action="store_true", help="only the tests that were skipped for want of what the machine lacked"
     )
+
+
+# Of tests/helpers/drawing.py. Workers inherit it.
+SEED, LAST_SEED = "LIGHTSCALE_TEST_SEED", "lightscale/seed"
+
+
+def _choose_seed(config: pytest.Config) -> None:
+    """That of the session before where its tests are run again, else a new one."""
+    cache = getattr(config, "cache", None)  # not with `-p no:cacheprovider`
+    again = config.option.skipped or getattr(config.option, "lf", False)
+    seed = (cache and again and cache.get(LAST_SEED, None)) or str(random.SystemRandom().randrange(10**6))
+    os.environ.setdefault(SEED, seed)
+    if cache is not None:
+        cache.set(LAST_SEED, os.environ[SEED])
+
+
+def pytest_report_header() -> str:
+    return f"cases drawn with {SEED}={os.environ[SEED]}"
 
 
 def _skipped_before(config: pytest.Config) -> dict[str, list[str]]:

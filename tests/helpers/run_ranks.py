@@ -102,6 +102,8 @@ def _child(
     import torch
 
     torch.set_num_threads(1)
+    if environment.get("TRITON_INTERPRET") == "1":
+        runpy.run_path(str(Path(__file__).with_name("interpreter.py")))["patch_language_once"]()
     spec = importlib.util.spec_from_file_location("test_on_ranks", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,11 +1,18 @@
 """What the tests of all operators share."""
 
+import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightscale.kernels.common.triton import launch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def faster_interpreter() -> None:
+    runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "interpreter.py"))["patch_language_once"]()
 
 
 @pytest.fixture(autouse=True)

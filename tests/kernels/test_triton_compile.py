@@ -63,7 +63,7 @@ def test_all_kernels_compile_for_hopper(root: Path) -> None:
     assert build.failures == {}
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_usual_kernels_compile_with_an_older_triton(root: Path) -> None:
     build = compile_all(root, "--usual", "--triton", "3.6.0")

@@ -153,7 +153,7 @@ def test_a_request_is_answered_alike_in_any_mixture(one_process: dict[str, Any],
     assert_as_each_alone(one_process, model, range(1))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_request_is_answered_alike_in_many_mixtures(run_ranks: RunRanks, tmp_path: Path) -> None:
     (found,) = run_ranks(score, 1, tmp_path, MODELS, range(1, 5), timeout_s=500)
     for model in MODELS:

@@ -1,9 +1,11 @@
 """The commands that `lightscale plan --nodes` prints: they run as they stand, for every shipped configuration."""
 
 import json
+import runpy
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from lightscale.planning.hardware import H100
 from lightscale.planning.memory import fullest_rank
 from lightscale.planning.search import Fixed, best_layouts
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.toml"))
 PROGRAMS = {"train": ["--processes", "8"], "submit": ["--gpus-per-node", "8"]}
@@ -37,23 +40,26 @@ def pasted(out: str, program: str) -> tuple[Path, list[str], list[str]]:
     return Path(words[0]), words[1:options], words[options:]
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])
-def test_every_shipped_configuration_has_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On 1, 8 and 64 nodes: they keep the recipe, divide, and fit."""
+@pytest.mark.parametrize(
+    ("path", "nodes"),
+    drawing.covering("commands", SHIPPED, (1, 8, 64), strength=1),
+    ids=lambda value: value.stem if isinstance(value, Path) else str(value),
+)
+def test_every_shipped_configuration_has_commands(path: Path, nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """They keep the recipe, divide, and fit."""
     shipped = load(path)
-    for nodes in (1, 8, 64):
-        out = plan(capsys, str(path), "--nodes", str(nodes))
-        for program, options in PROGRAMS.items():
-            where, overrides, rest = pasted(out, program)
-            assert where == path and set(options) <= set(rest), rest
-            run = load(path, overrides)
-            layout = check_layout(run, 8 * nodes)
-            # By the configuration alone, as `lightscale plan` without --nodes has it.
-            assert fullest_rank(run, layout).total_bytes <= H100.usable_bytes < 80e9
-            assert {key.partition("=")[0].partition(".")[0] for key in overrides} == {"parallel", "train"}
-            changed = {"micro_batch_size", "recompute"}
-            assert run.train.model_dump(exclude=changed) == shipped.train.model_dump(exclude=changed)
-        assert "Another batch" not in out
+    out = plan(capsys, str(path), "--nodes", str(nodes))
+    for program, options in PROGRAMS.items():
+        where, overrides, rest = pasted(out, program)
+        assert where == path and set(options) <= set(rest), rest
+        run = load(path, overrides)
+        layout = check_layout(run, 8 * nodes)
+        # By the configuration alone, as `lightscale plan` without --nodes has it.
+        assert fullest_rank(run, layout).total_bytes <= H100.usable_bytes < 80e9
+        assert {key.partition("=")[0].partition(".")[0] for key in overrides} == {"parallel", "train"}
+        changed = {"micro_batch_size", "recompute"}
+        assert run.train.model_dump(exclude=changed) == shipped.train.model_dump(exclude=changed)
+    assert "The batch changes" not in out
 
 
 def test_the_commands_in_json_and_beside_given_overrides(capsys: pytest.CaptureFixture[str]) -> None:
