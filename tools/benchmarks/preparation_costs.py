@@ -1,7 +1,8 @@
 """What a preparation costs beside its texts: processor time of a unit, a small task and a file, on this machine.
 
 The same texts are prepared in few and in many units, ranges of keys or files, in this process; what one more of them
-costs is the slope between the two. ``lightscale data plan --hosts`` takes these costs from ``preparation/forecast.py``.
+costs is the slope between the two. ``lightscale data plan --hosts`` takes these costs from
+``preparation/estimates/forecast.py``.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from rich.table import Table
 
 from benchmarks.turns import positive
 from lightscale.data_pipeline.executors import InProcess, Progress, Task
-from lightscale.data_pipeline.preparation import deduplication, forecast
+from lightscale.data_pipeline.preparation import deduplication
 from lightscale.data_pipeline.preparation.corpus import make_corpus
+from lightscale.data_pipeline.preparation.estimates import forecast
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 
 # As in ``forecast.py``.

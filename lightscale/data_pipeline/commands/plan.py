@@ -12,8 +12,13 @@ from rich.table import Table
 
 from lightscale.data_pipeline.commands.corpus import add_corpus, read_corpus
 from lightscale.data_pipeline.commands.output import plain_console
-from lightscale.data_pipeline.preparation.estimate import SAMPLE_DOCUMENTS, CorpusEstimate, SourceEstimate, estimate
-from lightscale.data_pipeline.preparation.forecast import Forecast, forecast, require_workers
+from lightscale.data_pipeline.preparation.estimates.estimate import (
+    SAMPLE_DOCUMENTS,
+    CorpusEstimate,
+    SourceEstimate,
+    estimate,
+)
+from lightscale.data_pipeline.preparation.estimates.forecast import Forecast, forecast, require_workers
 from lightscale.errors import UserError
 
 _MOST_EXAMPLES = 3

@@ -15,7 +15,7 @@ from lightscale.data_pipeline.preparation.filters import LANGUAGES, RULES, THRES
 from lightscale.data_pipeline.preparation.normalise import normalise
 from lightscale.errors import UserError
 
-PAGE = Path(__file__).parents[3] / "docs/reference/filters.md"
+PAGE = Path(__file__).parents[4] / "docs/reference/filters.md"
 
 PROSE = (
     "The harbour of the old town has changed in many ways since the railway came to it.\n"

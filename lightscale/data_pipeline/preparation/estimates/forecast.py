@@ -27,7 +27,7 @@ from lightscale.data_pipeline.preparation.dedup import (
     write_band_records,
 )
 from lightscale.data_pipeline.preparation.dedup.records import DTYPES, Kind
-from lightscale.data_pipeline.preparation.estimate import CorpusEstimate, SourceEstimate
+from lightscale.data_pipeline.preparation.estimates.estimate import CorpusEstimate, SourceEstimate
 from lightscale.data_pipeline.preparation.plan import (
     AIMED_UNITS,
     MAX_RANGES,
@@ -38,7 +38,8 @@ from lightscale.data_pipeline.store.format import array_layouts
 from lightscale.data_pipeline.store.shards import ShardFileWriter
 from lightscale.errors import UserError
 
-# Counted (tests/data_pipeline/preparation/test_forecast.py holds them): what opens files, those for fsync included.
+# Counted: what opens files, those for fsync included; tests/data_pipeline/preparation/estimates/test_forecast.py holds
+# them.
 _OPENS_ONCE, _OPENS_UNIT, _OPENS_KEY_FILE, _OPENS_TASK, _OPENS_SHARD, _OPENS_UNIT_IN_SHARD = 140, 35, 2, 3, 16, 8
 # Of a part of a large compressed file, and of a range of keys where the store keeps them.
 _OPENS_PART, _OPENS_KEPT_RANGE = 36, 7

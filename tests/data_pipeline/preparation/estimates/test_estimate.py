@@ -11,7 +11,7 @@ import pytest
 
 from lightscale import cli
 from lightscale.data_pipeline.preparation.corpus import load_corpus
-from lightscale.data_pipeline.preparation.estimate import estimate
+from lightscale.data_pipeline.preparation.estimates.estimate import estimate
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
 

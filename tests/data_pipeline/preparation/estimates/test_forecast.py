@@ -13,10 +13,10 @@ import pytest
 
 from lightscale import cli
 from lightscale.data_pipeline.preparation import deduplication, unit_parts
-from lightscale.data_pipeline.preparation import forecast as forecasts
 from lightscale.data_pipeline.preparation.corpus import load_corpus
-from lightscale.data_pipeline.preparation.estimate import SourceEstimate, estimate
-from lightscale.data_pipeline.preparation.forecast import StepForecast, forecast
+from lightscale.data_pipeline.preparation.estimates import forecast as forecasts
+from lightscale.data_pipeline.preparation.estimates.estimate import SourceEstimate, estimate
+from lightscale.data_pipeline.preparation.estimates.forecast import StepForecast, forecast
 from lightscale.data_pipeline.preparation.plan import read_plan
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.data_pipeline.preparation.readers import streams
