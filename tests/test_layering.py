@@ -243,7 +243,7 @@ def test_imports_go_one_way() -> None:
     assert faults(ROOT) == []
 
 
-@pytest.mark.parametrize("name", ["lightscale"])
+@pytest.mark.parametrize("name", ["lightscale", "tools"])
 def test_no_folder_is_crowded(name: str) -> None:
     assert crowded(ROOT / name) == {}
 

@@ -126,7 +126,7 @@ def real_documents(folder: Path) -> Iterator[tuple[str, str]]:
         for path in draw.sample(found, min(110, len(found))):
             text = path.read_text(encoding="utf-8", errors="replace")
             yield kind, text.partition("\n\n")[2] if kind == "docs" else text
-    location = Path(__file__).resolve().parents[4] / "tools" / "real_text.py"
+    location = Path(__file__).resolve().parents[4] / "tools" / "texts" / "real_text.py"
     spec = importlib.util.spec_from_file_location("real_text", location)
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
