@@ -8,7 +8,7 @@ import pytest
 
 
 def test_the_loader_beside_the_others(root: Path) -> None:
-    run = runpy.run_path(str(root / "tools" / "benchmarks" / "loader.py"))["run"]
+    run = runpy.run_path(str(root / "tools" / "benchmarks" / "corpora" / "loader.py"))["run"]
     found = run(lengths=(1024,), num_tokens=2**19, tokens_per_turn=2**17, repeats=3)
     result = found["lengths"]["1024"]
     samples = result["samples_s"]
