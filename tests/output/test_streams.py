@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightscale import output
-from lightscale.output import LogStream, lasting_output, offer
+from lightscale.output import streams
+from lightscale.output.streams import LogStream, lasting_output, offer
 
 PIPE_BYTES = 1 << 16
 PATIENCE_S = 0.2
@@ -21,7 +21,7 @@ PATIENCE_S = 0.2
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
     """Its two ends; nobody reads."""
-    monkeypatch.setattr(output, "_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(streams, "_PATIENCE_S", PATIENCE_S)
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     yield read, write
@@ -79,7 +79,7 @@ def test_streams_without_a_descriptor_and_those_of_before(capsys: pytest.Capture
 
 MISSING = """
 import sys
-from lightscale.output import open_missing_streams
+from lightscale.output.streams import open_missing_streams
 open_missing_streams()
 print("nobody reads this")
 print("nor this", file=sys.stderr)
