@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 from lightscale.config.arguments import path_argument
-from lightscale.data_pipeline.commands.output import plain_console, print_report, progress_bars
+from lightscale.data_pipeline.commands.printed_report import print_report
 from lightscale.data_pipeline.generators.interface import GENERATORS, generator_class
 from lightscale.data_pipeline.generators.write import write_made_store
+from lightscale.output.progress import progress_bars
+from lightscale.output.terminal import plain_console
 
 _VALIDATION_SHARE = 50
 
@@ -48,7 +50,7 @@ def _make(name: str, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"store": str(args.out), "seconds": seconds, **report}, ensure_ascii=False))
         return 0
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     print_report(console, report)
     console.print(f"wrote {args.out} in {seconds:.1f} s")
     return 0

@@ -9,12 +9,14 @@ from typing import Any
 
 from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.corpus import add_corpus, is_corpus_file, read_corpus
-from lightscale.data_pipeline.commands.output import plain_console, print_report, progress_bars
+from lightscale.data_pipeline.commands.printed_report import print_report
 from lightscale.data_pipeline.executors import ExecutorFactory, InProcess, ProcessPool, mpi
 from lightscale.data_pipeline.executors.ray_cluster import RayCluster
 from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.errors import UserError
+from lightscale.output.progress import progress_bars
+from lightscale.output.terminal import plain_console
 
 _EXECUTORS = ("processes", "mpi", "ray")
 
@@ -79,7 +81,7 @@ def _prepare_with(make_executor: ExecutorFactory, args: argparse.Namespace) -> i
     if args.json:
         print(json.dumps({"store": str(args.out), "seconds": seconds, **report}, ensure_ascii=False))
         return 0
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     print_report(console, report)
     if args.base is not None:
         console.print(_added(report))

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from rich.console import Console
-
 from lightscale.config.arguments import OVERRIDE, path_argument, run_path
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
@@ -26,6 +24,7 @@ from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.rank import run_rank
 from lightscale.launch.network import choose_interface
 from lightscale.launch.scheduler import adopt_job
+from lightscale.output.terminal import plain_console
 from lightscale.runs.run_directory import split_step
 
 NAME = "evaluate"
@@ -167,7 +166,7 @@ def _report(args: argparse.Namespace, plan: _Plan, *, is_main: bool = True) -> i
         print(as_csv(results), end="")
     else:
         # Without line breaks, so that lines can be searched.
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = plain_console(soft_wrap=True)
         console.print(as_table(results))
         if (table := csr_table(results)) is not None:
             console.print(table)

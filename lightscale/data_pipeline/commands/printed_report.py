@@ -1,51 +1,13 @@
-"""What the ``lightscale data`` commands show: tables on stdout, progress on stderr."""
+"""The content of a ``report.json`` as text."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 _MOST_CLASSES = 50
 """That a table shows."""
-
-
-def plain_console() -> Console:
-    """Plain text, lines unbroken: it may be a pipe to another program."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def progress_bars(*, counts: Literal["bytes", "documents"] = "bytes") -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for every step, on stderr, with how much is done and the time left."""
-    amounts = (DownloadColumn(), TransferSpeedColumn()) if counts == "bytes" else (MofNCompleteColumn(),)
-    bars = Progress(
-        TextColumn("{task.description:>24}"),
-        BarColumn(),
-        *amounts,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    tasks: dict[str, Any] = {}
-
-    def show(step: str, done: int, total: int) -> None:
-        if step not in tasks:
-            tasks[step] = bars.add_task(step, total=total)
-        bars.update(tasks[step], completed=done)
-
-    with bars:
-        yield show
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
