@@ -1,13 +1,27 @@
 """The content of a ``report.json`` as text."""
 
+import argparse
+import json
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightscale.output.terminal import plain_console
+
 _MOST_CLASSES = 50
 """That a table shows."""
+
+
+def show_store(args: argparse.Namespace, report: dict[str, Any], seconds: float) -> Console | None:
+    """Print the report of a new store ``args.out``: as JSON, or as text on the console that is returned."""
+    if args.json:
+        print(json.dumps({"store": str(args.out), "seconds": seconds, **report}, ensure_ascii=False))
+        return None
+    console = plain_console(soft_wrap=True)
+    print_report(console, report)
+    return console
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
