@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from lightscale import __version__
 from lightscale.errors import UserError, shortened
-from lightscale.output import LogStream, open_missing_streams
+from lightscale.output.streams import LogStream, open_missing_streams
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141

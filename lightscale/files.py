@@ -38,6 +38,15 @@ def existing_part(path: Path) -> Path:
     return next(part for part in (absolute, *absolute.parents) if part.is_dir())
 
 
+def sync(path: Path) -> None:
+    """Bring what was written to `path`, a file or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class NotRegular(UserError):
     """What lies there is no file of the kind that was expected, whoever put it there: no regular one, or too large."""
 

@@ -5,6 +5,7 @@ import functools
 import graphlib
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ HEAVY = {"torch", "megatron", "triton"}
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_FOLDER_MODULES = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,13 @@ def circle(graph: dict[str, set[str]]) -> str | None:
     return None
 
 
+def crowded(root: Path) -> dict[str, int]:
+    """Folders below `root` with more than `MAX_FOLDER_MODULES` modules; an ``__init__.py`` does not count."""
+    files = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
+    counts = Counter(str(path.parent.relative_to(root)) for path in files)
+    return {folder: count for folder, count in counts.items() if count > MAX_FOLDER_MODULES}
+
+
 def faults(root: Path) -> list[str]:
     """What breaks the rules, in words."""
     trees = modules(root)
@@ -232,6 +241,19 @@ def show_long_code() -> None:
 
 def test_imports_go_one_way() -> None:
     assert faults(ROOT) == []
+
+
+@pytest.mark.parametrize("name", ["lightscale", "tools"])
+def test_no_folder_is_crowded(name: str) -> None:
+    assert crowded(ROOT / name) == {}
+
+
+def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
+    for folder, count in (("full", MAX_FOLDER_MODULES), ("crowded", MAX_FOLDER_MODULES + 1)):
+        (tmp_path / folder).mkdir()
+        for name in ("__init__", *(f"m{number}" for number in range(count))):
+            (tmp_path / folder / f"{name}.py").touch()
+    assert crowded(tmp_path) == {"crowded": MAX_FOLDER_MODULES + 1}
 
 
 @pytest.mark.parametrize("root", [*TORCH_FREE, *(command.module for command in COMMANDS.values())])

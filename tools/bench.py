@@ -20,26 +20,20 @@ from rich.table import Table
 import plot_kernels
 from benchmarks import (
     checkpoint,
-    convert,
-    copying,
-    dedup,
     evaluate,
     evaluation_memory,
     exports,
     gpu_kernels,
-    learn,
     lion,
-    loader,
     operators,
-    preparation_costs,
-    prepare,
-    prepare_restart,
     scans,
     sequence,
     start,
     train,
     tune,
 )
+from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
+from benchmarks.learning import convert, copying, learn
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError

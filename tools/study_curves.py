@@ -12,17 +12,16 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.loading.loader import LoaderLayout, validation_batches
-from lightscale.data_pipeline.loading.targets import Predicted, RowDocuments, Targets
+from lightscale.data_pipeline.loading.targets import Predicted, Targets, WholeRows
 from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
@@ -48,19 +47,15 @@ class MasksOfParts:
     targets: Targets
     length: int
 
-    def __call__(
-        self,
-        tokens: NDArray[np.int32],
-        counted: NDArray[np.float32],
-        places: NDArray[np.int64],
-        documents: Callable[[], Sequence[RowDocuments]],
-    ) -> Predicted:
+    def __call__(self, rows: WholeRows) -> Predicted:
         """See ``Targets``."""
-        rows, n = tokens.shape
-        of_parts = (places[:, None] + np.arange(0, n, self.length)).ravel()
-        of_each = self.targets(tokens.reshape(-1, self.length), counted.reshape(-1, self.length), of_parts, documents)
-        inputs, labels = of_each.inputs.reshape(rows, n), of_each.labels.reshape(rows, n)
-        return Predicted(inputs, labels, of_each.counted.reshape(rows, n))
+        tokens, counted, places, documents = rows
+        shape = tokens.shape
+        of_parts = (places[:, None] + np.arange(0, shape[1], self.length)).ravel()
+        parts = (tokens.reshape(-1, self.length), counted.reshape(-1, self.length))
+        of_each = self.targets(WholeRows(*parts, of_parts, documents))
+        inputs, labels, counted = of_each
+        return Predicted(inputs.reshape(shape), labels.reshape(shape), counted.reshape(shape))
 
     def description(self) -> str:
         """See ``Targets``."""

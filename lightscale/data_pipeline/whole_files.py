@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.errors import UserError
+from lightscale.files import sync
 
 TEMPORARY_SUFFIX = ".tmp"
 """Ends the names of what is half-written."""
@@ -88,12 +89,3 @@ def sync_tree(directory: Path) -> None:
     for entry in sorted(directory.rglob("*")):
         sync(entry)
     sync(directory)
-
-
-def sync(path: Path) -> None:
-    """Bring what was written to ``path``, a file or a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -118,14 +118,14 @@ def _texts(run: TrainedRun, wanted: ExportFormat, *, num_parameters: int, dtype:
     """What stands beside tensors and tokenizer, by its name."""
     config, shape = run.chosen.config, run.shape
     numbers = str(_DTYPES[dtype]).removeprefix("torch.")
-    settings = wanted.config(
-        shape,
+    facts = export_config.ConfigFacts(
         eot_id=run.tokenizer.eot_id,
         dtype=numbers,
         max_tokens=config.data.sequence_length,
         init_std=config.model.init_std,
         classes=run.classes,
     )
+    settings = wanted.config(shape, facts)
     usage = wanted.usage(shape)
     return {
         export_config.NAME: _json(settings),

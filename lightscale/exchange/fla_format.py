@@ -10,13 +10,14 @@ Norms without weights are norms with weights of 1.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightscale.errors import UserError
+from lightscale.exchange.files.export_config import ConfigFacts
 from lightscale.exchange.files.safetensors_files import Written
 from lightscale.exchange.files.weights import kept_dtype
 from lightscale.exchange.formats import ExportFormat
@@ -79,16 +80,7 @@ class FlaFormat(ExportFormat):
                 + "\n".join(f"  {reason}" for reason in reasons)
             )
 
-    def config(
-        self,
-        shape: Shape,
-        *,
-        eot_id: int,
-        dtype: str,
-        max_tokens: int,
-        init_std: float,
-        classes: Sequence[str] = (),
-    ) -> dict[str, Any]:
+    def config(self, shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         """Of fla's HGRN2 model, some of whose layers may attend by softmax, or of its transformer."""
         softmax = [layer for layer, mixer in enumerate(shape.mixers) if mixer == "llama"]
         attention: dict[str, Any] = {
@@ -113,7 +105,7 @@ class FlaFormat(ExportFormat):
             }
         return {
             **of_class,
-            "dtype": dtype,
+            "dtype": facts.dtype,
             "vocab_size": shape.vocab_size,
             "hidden_size": shape.hidden_size,
             "num_hidden_layers": len(shape.mixers),
@@ -121,10 +113,10 @@ class FlaFormat(ExportFormat):
             "hidden_act": "swish",
             "norm_eps": shape.rms_norm_eps,
             "elementwise_affine": True,
-            "initializer_range": init_std,
-            "max_position_embeddings": max_tokens,
+            "initializer_range": facts.init_std,
+            "max_position_embeddings": facts.max_tokens,
             "tie_word_embeddings": shape.tied,
-            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_id),
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), facts.eot_id),
         }
 
     def tensors(self, run: TrainedRun, dtype: torch.dtype) -> list[Written]:

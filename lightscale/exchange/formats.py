@@ -5,7 +5,6 @@ Import strings, because the command's arguments are checked without torch.
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightscale.errors import UserError
@@ -13,6 +12,7 @@ from lightscale.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from lightscale.exchange.files.export_config import ConfigFacts
     from lightscale.exchange.files.safetensors_files import Written
     from lightscale.exchange.plain.model import Shape
     from lightscale.exchange.trained import TrainedRun
@@ -32,26 +32,8 @@ class ExportFormat(ABC):
         """Raise ``UserError``, with the formula that differs, for a model that the library's classes do not compute."""
 
     @abstractmethod
-    def config(
-        self,
-        shape: "Shape",
-        *,
-        eot_id: int,
-        dtype: str,
-        max_tokens: int,
-        init_std: float,
-        classes: Sequence[str] = (),
-    ) -> dict[str, Any]:
-        """The content of config.json.
-
-        Args:
-            shape: of the plain model.
-            eot_id: begins and ends documents.
-            dtype: of most weights, as torch names it, such as "bfloat16".
-            max_tokens: the length of sequences that the model was trained on.
-            init_std: of the initial weights.
-            classes: the names of a classifier's classes, as far as they are known.
-        """
+    def config(self, shape: "Shape", facts: "ConfigFacts") -> dict[str, Any]:
+        """The content of config.json for a plain model of `shape`."""
 
     @abstractmethod
     def tensors(self, run: "TrainedRun", dtype: "torch.dtype") -> "list[Written]":

@@ -1,11 +1,11 @@
 """What transformers loads: LLaMA as its own classes, all others with the one modelling file that an export brings."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lightscale.exchange.files import export_config, modelling_file
+from lightscale.exchange.files.export_config import ConfigFacts
 from lightscale.exchange.files.safetensors_files import Written
 from lightscale.exchange.files.weights import kept_dtype
 from lightscale.exchange.formats import ExportFormat
@@ -30,20 +30,9 @@ class TransformersFormat(ExportFormat):
     def check(self, shape: Shape) -> None:
         """All can be written."""
 
-    def config(
-        self,
-        shape: Shape,
-        *,
-        eot_id: int,
-        dtype: str,
-        max_tokens: int,
-        init_std: float,
-        classes: Sequence[str] = (),
-    ) -> dict[str, Any]:
+    def config(self, shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         """See ``ExportFormat``."""
-        return export_config.config_of(
-            shape, eot_id=eot_id, dtype=dtype, max_tokens=max_tokens, init_std=init_std, classes=classes
-        )
+        return export_config.config_of(shape, facts)
 
     def tensors(self, run: TrainedRun, dtype: torch.dtype) -> list[Written]:
         """See ``ExportFormat``."""

@@ -28,7 +28,7 @@ from lightscale.config.files import difference, load, to_toml
 from lightscale.config.schema import RunConfig
 from lightscale.config.text import path_fault
 from lightscale.errors import UserError, shortened
-from lightscale.files import NotRegular, kind, open_regular, read_regular
+from lightscale.files import NotRegular, kind, open_regular, read_regular, sync
 from lightscale.records import MOST_LINE_BYTES, Record, newest_lines, parse_line, read_records
 from lightscale.runs.full_disk import MayNotWrite
 from lightscale.runs.held_directory import HeldDirectory
@@ -176,7 +176,7 @@ class RunDirectory:
             if (fault := self._foreign(path)) is not None:
                 kept = _free_name(path)
                 path.rename(kept)
-                _sync_directory(self.path)
+                sync(self.path)
                 aside[path.name] = f"{fault}; kept as {kept.name}"
         damage = self.damage()
         _warn(aside.values())
@@ -328,7 +328,7 @@ class RunDirectory:
                     raise
                 shutil.rmtree(draft)
                 return self._create_within(config)
-            _sync_directory(parent)
+            sync(parent)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             if self.config.exists():
@@ -349,7 +349,7 @@ class RunDirectory:
             return False
         finally:
             draft.unlink(missing_ok=True)
-        _sync_directory(self.path)
+        sync(self.path)
         return True
 
     @property
@@ -545,21 +545,12 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise _of(error, path) from None
-    _sync_directory(path.parent)
+    sync(path.parent)
 
 
 def _of(error: OSError, path: Path) -> OSError:
     """`error` with the name of the file, which the system does not give for writes."""
     return OSError(error.errno, error.strerror, str(path))
-
-
-def _sync_directory(path: Path) -> None:
-    """Make renames in `path` durable."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _json(value: Any) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightscale.errors import UserError
+from lightscale.output.terminal import plain_console, plain_table
 from lightscale.runs.run_directory import write_atomically
 from lightscale.study.curve_files import write_parquet
 from lightscale.study.fits.bootstrap import FittedNumber
@@ -36,7 +37,7 @@ def fit_points(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"points": str(args.points), **estimate.to_json(), "draws": draws, "seed": args.seed}))
     else:
-        _print_surface(estimate, _console())
+        _print_surface(estimate, plain_console(least_width=136))
 
 
 def fit_study(study: Study, args: argparse.Namespace) -> None:
@@ -45,7 +46,7 @@ def fit_study(study: Study, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(record))
         return
-    console = _console()
+    console = plain_console(least_width=136)
     for one in laws:
         _print_architecture(one, console)
     console.print(f"saved: {study.path / 'fit.json'}; curves: {study.path / 'curves.parquet'} and cells/*.csv")
@@ -129,11 +130,7 @@ def _print_architecture(laws: ArchitectureLaws, console: Console) -> None:
 
 
 def _print_surface(estimate: SurfaceEstimate, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("constant")
-    for heading in ("value", "95 % interval"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    table = plain_table(["constant"], ["value", "95 % interval"], has_notes=True)
     for name, constant in estimate.constants.items():
         table.add_row(name, f"{constant.value:.5g}", interval(constant), _MEANINGS.get(name, ""))
     console.print("loss = E + A / N^alpha + B / D^beta")
@@ -142,7 +139,3 @@ def _print_surface(estimate: SurfaceEstimate, console: Console) -> None:
         f"{estimate.num_points:,} points of {estimate.num_runs:,} runs; residual {estimate.residual:.2%} (RMS); "
         "intervals: bootstrap over runs"
     )
-
-
-def _console() -> Console:
-    return Console(highlight=False, markup=False, width=max(Console().width, 136))

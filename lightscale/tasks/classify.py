@@ -5,17 +5,16 @@ of the document's tokens, the first or the last one. A document that a window cu
 sequence holds: ``data.packing`` = "whole" leaves all whole that fit, in training. The loss is the mean over documents.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightscale.config.mixers import BIDIRECTIONAL, CAUSAL
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import TaskConfig
-from lightscale.data_pipeline.loading.targets import PADDING, Predicted, RowDocuments
+from lightscale.data_pipeline.loading.targets import PADDING, Predicted, WholeRows
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError
 from lightscale.tasks.interface import TrainingTask
@@ -87,16 +86,11 @@ class DocumentLabels:
 
     array: str
 
-    def __call__(
-        self,
-        tokens: NDArray[np.int32],
-        counted: NDArray[np.float32],
-        places: NDArray[np.int64],
-        documents: Callable[[], Sequence[RowDocuments]],
-    ) -> Predicted:
+    def __call__(self, rows: WholeRows) -> Predicted:
         """See ``Targets``."""
+        tokens = rows.tokens
         labels, is_last = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
-        for row, (source, slots, starts) in enumerate(documents()):
+        for row, (source, slots, starts) in enumerate(rows.documents()):
             ends = [*(slots[1:] - 1).tolist(), tokens.shape[1] - 1]
             for end, start in zip(ends, starts.tolist(), strict=True):
                 if start != PADDING:

@@ -14,7 +14,7 @@ embedding for it, which takes no probability.
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -27,7 +27,7 @@ from lightscale.config.mixers import BIDIRECTIONAL
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import TaskConfig
 from lightscale.config.section import Seed, Share, ZeroToOne
-from lightscale.data_pipeline.loading.targets import Predicted, RowDocuments
+from lightscale.data_pipeline.loading.targets import Predicted, WholeRows
 from lightscale.data_pipeline.splitmix import mixed
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import load_tokenizer
@@ -135,14 +135,9 @@ class Masks:
     edges: WordEdges | None
     """Of the tokens, where words are chosen; None: each token is."""
 
-    def __call__(
-        self,
-        tokens: NDArray[np.int32],
-        counted: NDArray[np.float32],
-        places: NDArray[np.int64],
-        documents: Callable[[], Sequence[RowDocuments]],
-    ) -> Predicted:
+    def __call__(self, rows: WholeRows) -> Predicted:
         """See ``Targets``."""
+        tokens, counted, places, _ = rows
         slots = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
         units = slots if self.edges is None else self.edges.word_starts(tokens)
         is_text = (counted > 0) & (tokens != self.eot_id)

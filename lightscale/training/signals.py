@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from lightscale.output import offer
+from lightscale.output.streams import offer
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

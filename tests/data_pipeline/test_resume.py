@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def sparse_store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     """300 billion tokens in 70 shards that take no room: 4096 documents of zeros."""
-    write_sparse_store = runpy.run_path(str(ROOT / "tools" / "benchmarks" / "loader.py"))["write_sparse_store"]
+    write_sparse_store = runpy.run_path(str(ROOT / "tools" / "benchmarks" / "corpora" / "loader.py"))[
+        "write_sparse_store"
+    ]
     store: TokenStore = write_sparse_store(tmp_path_factory.mktemp("sparse") / "store")
     assert store.source("web").num_tokens == 300_000_000_000
     return store

@@ -10,7 +10,7 @@ import torch
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
-from lightscale.data_pipeline.loading.targets import Predicted
+from lightscale.data_pipeline.loading.targets import Predicted, WholeRows
 from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, load_tokenizer
@@ -60,7 +60,7 @@ def masks(share: float = 0.15, *, stream: int = 1, edges: Any = None, by_mask: f
 
 def applied(made: Masks, tokens: Any, counted: Any, places: Any) -> Predicted:
     """Masks hang on no document."""
-    found = made(tokens, counted, places, list)
+    found = made(WholeRows(tokens, counted, places, list))
     assert found.labels is tokens
     return found
 

@@ -1,4 +1,4 @@
-"""``tools/printed_forms.py``: the usual form is at no distance from itself, others are; pages have their figures."""
+"""``tools/printed_forms.py``: the usual form is at no distance from itself, others are."""
 
 import importlib.util
 import sys
@@ -25,8 +25,8 @@ def load(name: str) -> Any:
 def _modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(sys.modules)
     yield
-    for name in {"printed_forms", "draw_architectures"} & (set(sys.modules) - before):
-        del sys.modules[name]
+    if "printed_forms" not in before:
+        sys.modules.pop("printed_forms", None)
 
 
 def found_distances(rank: int, world_size: int, init_method: str) -> list[float]:
@@ -44,9 +44,3 @@ def test_distances_are_from_the_usual_form(run_ranks: Callable[..., list[Any]]) 
     assert same == 0
     assert 0.01 < other < 2
     assert 0.01 < joined < 2
-
-
-def test_every_page_has_its_figure_and_every_figure_its_page() -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"}
-    assert {path.stem for path in (ROOT / "docs" / "figures").iterdir()} == pages
-    assert set(load("draw_architectures").FIGURES) == pages

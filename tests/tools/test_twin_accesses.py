@@ -46,7 +46,7 @@ def test_what_kernels_change_they_are_known_to_write(
     tools_path: Path, new_memory_is_nan: None, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
     """Interpreted, forward and backward; a byte that comes out as it was shows nothing, so over all launches."""
-    from cuda_twin.accesses import written_by
+    from cuda_twin.recorded.accesses import written_by
 
     changed: dict[Any, set[str]] = defaultdict(set)
     given: dict[Any, set[str]] = defaultdict(set)
@@ -80,7 +80,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def test_pointers_are_followed_through_names_tuples_and_helpers(tools_path: Path) -> None:
-    from cuda_twin.accesses import written_by
+    from cuda_twin.recorded.accesses import written_by
 
     assert written_by(_outer) == {"first", "second", "third"}
     assert written_by(_fill) == {"into"}

@@ -16,8 +16,8 @@ Row = tuple[Any, ...]
 @pytest.fixture
 def races(tools_path: Path) -> Any:
     """`races` of rows written as (kind, stream, name, a, b, d)."""
-    from cuda_twin.kinds import Kind
-    from cuda_twin.ordering import races as found
+    from cuda_twin.recorded.kinds import Kind
+    from cuda_twin.recorded.ordering import races as found
 
     kinds = {"read": Kind.READ, "write": Kind.WRITE, "fresh": Kind.FRESH, "shared": Kind.SHARED}
     kinds |= {"record": Kind.EVENT, "wait": Kind.WAIT, "host": Kind.HOST_WAIT, "free": Kind.ALLOCATE}
@@ -42,7 +42,7 @@ def races(tools_path: Path) -> Any:
 
 @pytest.fixture
 def host(tools_path: Path) -> int:
-    from cuda_twin.ordering import HOST
+    from cuda_twin.recorded.ordering import HOST
 
     return HOST
 

@@ -3,7 +3,7 @@
 ``run`` writes checkpoints of random weights. The first two parts ask synthetic requests of lengths like those of
 multiple choice, of a TNL and a LLaMA, and compare answers too. The third asks the questions of common-sense reasoning
 as lm-eval does, of one LLaMA by our class and, exported, by lm-eval's `hf` with transformers, at the batch size that
-suits it best. It needs lm-eval and the files of ``tools/benchmark_data.py``.
+suits it best. It needs lm-eval and the files of ``tools/texts/benchmark_data.py``.
 
 Ways take turns; time is that of the process, on one thread, so that others on the machine hardly matter.
 """
@@ -222,8 +222,8 @@ def run_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         lacking = [name for name in LOCAL_TASKS if local_file(name, args.data) is None]
         if lacking:
             raise UserError(
-                f"--data {args.data}: no questions of {', '.join(lacking)} : run python tools/benchmark_data.py --out "
-                f"{args.data}, or --without-lm-eval"
+                f"--data {args.data}: no questions of {', '.join(lacking)}; run python tools/texts/benchmark_data.py "
+                f"--out {args.data}, or --without-lm-eval"
             )
     data = None if args.without_lm_eval else args.data
     yield from run(data=data, questions=args.questions, repeats=args.repeats)

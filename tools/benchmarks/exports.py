@@ -24,7 +24,7 @@ from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, Tokenizer
-from lightscale.data_pipeline.whole_files import sync
+from lightscale.files import sync
 from lightscale.models.accounting import parameter_shapes
 from lightscale.parallel.shards import Box
 from lightscale.runs.run_directory import RunDirectory

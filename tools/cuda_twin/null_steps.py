@@ -24,14 +24,14 @@ from unittest import mock
 import numpy as np
 import torch
 
-from cuda_twin import peak
-from cuda_twin.accesses import Accesses, AccessNotes
 from cuda_twin.computing import Computing
-from cuda_twin.kinds import WORK, Kind
 from cuda_twin.lone_rank import lone_rank
-from cuda_twin.records import Recorder, Recording, demangled
+from cuda_twin.recorded import peak
+from cuda_twin.recorded.accesses import Accesses, AccessNotes
+from cuda_twin.recorded.kinds import WORK, Kind
+from cuda_twin.recorded.records import Recorder, Recording, demangled
+from cuda_twin.recorded.waits import forgetting, noted, waits_of
 from cuda_twin.triton_checks import TritonChecks, checked_launches
-from cuda_twin.waits import forgetting, noted, waits_of
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 import triton
 
-from cuda_twin.accesses import AccessNotes, note_triton
-from cuda_twin.records import Recorder
+from cuda_twin.recorded.accesses import AccessNotes, note_triton
+from cuda_twin.recorded.records import Recorder
 
 _MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 _INT32 = 2**31

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from lightscale.config.arguments import add_run, path_argument
 from lightscale.data_pipeline.commands import made, plan, prepare, train_classifier, upgrade, verify
-from lightscale.data_pipeline.commands.output import plain_console, print_report
+from lightscale.data_pipeline.commands.printed_report import print_report
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore, source_identity
 from lightscale.data_pipeline.tokenizers import load_tokenizer
+from lightscale.output.terminal import plain_console
 
 _SAMPLE_TOKENS = 120
 
@@ -89,7 +90,7 @@ def _inspect(args: argparse.Namespace) -> int:
         }
         print(json.dumps({**report, **content, "sources": sources}, ensure_ascii=False))
         return 0
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     console.print(f"{args.store}: fingerprint {store.fingerprint()}")
     checked = "every block is verified when it is read" if store.is_checked else "`lightscale data upgrade` adds hashes"
     console.print(f"format {store.format_version}: {checked}")

@@ -2,14 +2,14 @@
 
 import argparse
 import functools
-import json
 import time
 from typing import Any
 
 from lightscale.config.arguments import path_argument
-from lightscale.data_pipeline.commands.output import plain_console, print_report, progress_bars
+from lightscale.data_pipeline.commands.printed_report import show_store
 from lightscale.data_pipeline.generators.interface import GENERATORS, generator_class
 from lightscale.data_pipeline.generators.write import write_made_store
+from lightscale.output.progress import progress_bars
 
 _VALIDATION_SHARE = 50
 
@@ -45,10 +45,6 @@ def _make(name: str, args: argparse.Namespace) -> int:
             progress=progress,
         )
     seconds = time.monotonic() - started
-    if args.json:
-        print(json.dumps({"store": str(args.out), "seconds": seconds, **report}, ensure_ascii=False))
-        return 0
-    console = plain_console()
-    print_report(console, report)
-    console.print(f"wrote {args.out} in {seconds:.1f} s")
+    if (console := show_store(args, report, seconds)) is not None:
+        console.print(f"wrote {args.out} in {seconds:.1f} s")
     return 0

@@ -6,15 +6,19 @@ import json
 import os
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightscale.data_pipeline.commands.corpus import add_corpus, read_corpus
-from lightscale.data_pipeline.commands.output import plain_console
-from lightscale.data_pipeline.preparation.estimate import SAMPLE_DOCUMENTS, CorpusEstimate, SourceEstimate, estimate
-from lightscale.data_pipeline.preparation.forecast import Forecast, forecast, require_workers
+from lightscale.data_pipeline.preparation.estimates.estimate import (
+    SAMPLE_DOCUMENTS,
+    CorpusEstimate,
+    SourceEstimate,
+    estimate,
+)
+from lightscale.data_pipeline.preparation.estimates.forecast import Forecast, forecast, require_workers
 from lightscale.errors import UserError
+from lightscale.output.terminal import plain_console, plain_table
 
 _MOST_EXAMPLES = 3
 
@@ -48,7 +52,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**found.record(), "preparation": planned.record()}, ensure_ascii=False))
     else:
-        console = plain_console()
+        console = plain_console(soft_wrap=True)
         _show(console, found)
         _show_forecast(console, planned)
     return 0
@@ -56,9 +60,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _show_forecast(console: Console, planned: Forecast) -> None:
     workers = planned.hosts * planned.workers
-    table = Table("step", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("tasks", "processor time", "longest task", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(["step"], ["tasks", "processor time", "longest task", "time"])
     for name, steps in itertools.groupby(planned.steps, key=lambda step: step.name):
         together = list(steps)
         times = (
@@ -100,9 +102,8 @@ def _show(console: Console, found: CorpusEstimate) -> None:
 
 
 def _table(found: CorpusEstimate) -> Table:
-    table = Table("source", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("files", "bytes", "sampled", "kept", "bytes/token", "documents", "tokens"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("files", "bytes", "sampled", "kept", "bytes/token", "documents", "tokens")
+    table = plain_table(["source"], numbers)
     for name, source in found.sources.items():
         table.add_row(name, *_cells(source))
     return table

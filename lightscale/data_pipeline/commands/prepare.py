@@ -3,18 +3,18 @@
 import argparse
 import contextlib
 import functools
-import json
 import time
 from typing import Any
 
 from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.corpus import add_corpus, is_corpus_file, read_corpus
-from lightscale.data_pipeline.commands.output import plain_console, print_report, progress_bars
+from lightscale.data_pipeline.commands.printed_report import show_store
 from lightscale.data_pipeline.executors import ExecutorFactory, InProcess, ProcessPool, mpi
 from lightscale.data_pipeline.executors.ray_cluster import RayCluster
 from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.errors import UserError
+from lightscale.output.progress import progress_bars
 
 _EXECUTORS = ("processes", "mpi", "ray")
 
@@ -76,11 +76,8 @@ def _prepare_with(make_executor: ExecutorFactory, args: argparse.Namespace) -> i
     with progress_bars() as progress:
         report = prepare(corpus, args.out, options, progress)
     seconds = time.monotonic() - started
-    if args.json:
-        print(json.dumps({"store": str(args.out), "seconds": seconds, **report}, ensure_ascii=False))
+    if (console := show_store(args, report, seconds)) is None:
         return 0
-    console = plain_console()
-    print_report(console, report)
     if args.base is not None:
         console.print(_added(report))
     elif len(report["sources"]) == len(report["corpus"]) and any(map(corpus.validation_of, corpus.sources)):

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from lightscale.data_pipeline.commands.output import plain_console
 from lightscale.data_pipeline.loading.samples import SampleContent, StepContent, run_loader, step_content
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.errors import UserError
+from lightscale.output.terminal import plain_console
 
 _PIPE_WIDTH = 500
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(content)))
         return 0
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     if not console.is_terminal:  # a program reads it: a row is a line
         console.width = _PIPE_WIDTH
     first, last = content.first_token, content.first_token + content.num_tokens

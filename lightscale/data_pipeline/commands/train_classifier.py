@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.corpus import text_path
-from lightscale.data_pipeline.commands.output import plain_console
 from lightscale.data_pipeline.preparation.corpus import Corpus, make_corpus
 from lightscale.data_pipeline.preparation.filters import classifier
 from lightscale.data_pipeline.preparation.normalise import normalise
@@ -19,6 +18,7 @@ from lightscale.data_pipeline.preparation.readers import cut_into_ranges, read
 from lightscale.data_pipeline.preparation.readers.inputs import Problems
 from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.errors import UserError
+from lightscale.output.terminal import plain_console
 
 _BITS, _PENALTY, _HELD_OUT = 18, 1e-4, 0.1
 _FEWEST = 10
@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"classifier": str(args.out), **found, "problems": problems.as_json()}, ensure_ascii=False))
         return 0
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     for kind in _KINDS:
         right = found["accuracy"][kind]
         total = len(held[kind])

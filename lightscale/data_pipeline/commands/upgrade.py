@@ -4,9 +4,10 @@ import argparse
 from typing import Any
 
 from lightscale.config.arguments import path_argument
-from lightscale.data_pipeline.commands.output import plain_console, progress_bars
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.store.upgrade import upgrade_store
+from lightscale.output.progress import progress_bars
+from lightscale.output.terminal import plain_console
 
 
 def add_parser(commands: Any) -> None:
@@ -23,7 +24,7 @@ def _upgrade(args: argparse.Namespace) -> int:
         upgraded = upgrade_store(args.store, progress, out=args.out)
     store = TokenStore(args.out if upgraded and args.out else args.store)
     done = "upgraded to" if upgraded else "nothing to do: it is of"
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     console.print(f"{store.path}: {done} format {store.format_version}; fingerprint {store.fingerprint()}")
     if upgraded:
         console.print("runs trained on it can continue with it; the origins of its documents are not stored")

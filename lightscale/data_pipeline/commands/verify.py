@@ -5,9 +5,10 @@ import json
 from typing import Any
 
 from lightscale.config.arguments import path_argument
-from lightscale.data_pipeline.commands.output import plain_console, progress_bars
 from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.errors import UserError
+from lightscale.output.progress import progress_bars
+from lightscale.output.terminal import plain_console
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +27,7 @@ def _verify(args: argparse.Namespace) -> int:
         result = {"store": str(args.store), "sources": found.sources, "shards": found.num_shards}
         print(json.dumps({**result, "bytes": found.num_bytes, "ok": not found.faults, "faults": found.faults}))
     else:
-        console = plain_console()
+        console = plain_console(soft_wrap=True)
         for fault in found.faults:
             console.print(fault)
         verdict = f"{len(found.faults)} faults" if found.faults else "whole"

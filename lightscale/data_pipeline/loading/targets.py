@@ -33,24 +33,24 @@ class RowDocuments(NamedTuple):
     """(m,): index in the source of the token there, or ``PADDING``."""
 
 
+class WholeRows(NamedTuple):
+    """Rows of n tokens before they are cut over ranks."""
+
+    tokens: NDArray[np.int32]
+    """(b, n), the text."""
+    counted: NDArray[np.float32]
+    """(b, n), 1 where the text may be predicted: no padding, and what the source's loss mask says."""
+    places: NDArray[np.int64]
+    """(b,), tokens of the run's data before each row: no two rows of a run have the same, in no epoch."""
+    documents: Callable[[], Sequence[RowDocuments]]
+    """Looks up those of each row."""
+
+
 class Targets(Protocol):
     """A pure function of a row and its place: any layout, and a run that resumes, gets the same."""
 
-    def __call__(
-        self,
-        tokens: NDArray[np.int32],
-        counted: NDArray[np.float32],
-        places: NDArray[np.int64],
-        documents: Callable[[], Sequence[RowDocuments]],
-    ) -> Predicted:
-        """Inputs, labels and what counts of whole rows.
-
-        Args:
-            tokens: (b, n), the text.
-            counted: (b, n), 1 where the text may be predicted: no padding, and what the source's loss mask says.
-            places: (b,), tokens of the run's data before each row: no two rows of a run have the same, in no epoch.
-            documents: looks up those of each row.
-        """
+    def __call__(self, rows: WholeRows) -> Predicted:
+        """Inputs, labels and what counts of whole rows."""
 
     def description(self) -> str:
         """What decides its results beside the store; compared when a run is resumed."""

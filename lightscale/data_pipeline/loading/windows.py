@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.loading.buffers import Buffers
-from lightscale.data_pipeline.loading.targets import PADDING, RowDocuments, Targets
+from lightscale.data_pipeline.loading.targets import PADDING, RowDocuments, Targets, WholeRows
 from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
 
@@ -280,7 +280,8 @@ def read_predicted(
     def documents() -> list[RowDocuments]:
         return [RowDocuments(windows.source, *windows.document_ranges(window, 0, length)) for windows, window in rows]
 
-    made = targets(whole.tokens.numpy(), whole.loss_mask.numpy(), np.array(places, dtype=np.int64), documents)
+    whole_rows = WholeRows(whole.tokens.numpy(), whole.loss_mask.numpy(), np.array(places, dtype=np.int64), documents)
+    made = targets(whole_rows)
     cut = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made)
     inputs, labels, counted = cut
     # Tokens read their whole document: where it ends, other ranks need not be asked.

@@ -40,8 +40,9 @@ from lightscale import __version__
 from lightscale.data_pipeline.store.blocks import BLOCK_BYTES
 from lightscale.data_pipeline.store.shards import DTYPES, ShardHashes, ShardLayout, is_count, read_json, write_metadata
 from lightscale.data_pipeline.tokenizers import Tokenizer
-from lightscale.data_pipeline.whole_files import sync, sync_tree
+from lightscale.data_pipeline.whole_files import sync_tree
 from lightscale.errors import UserError
+from lightscale.files import sync
 
 FORMAT = "lightscale-token-store"
 FORMAT_VERSION = 2

@@ -17,8 +17,8 @@ from lightscale.evaluation.generation.request import GenerationRequest
 from lightscale.evaluation.inference.generate import Continuation, TextGenerator, in_order
 from lightscale.evaluation.inference.prompts import seed_of
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
+from lightscale.evaluation.model_at_work import ModelAtWork
 from lightscale.parallel.mesh import Mesh
-from lightscale.training.health.heartbeat import Heartbeat
 
 Record = dict[str, Any]
 
@@ -32,17 +32,13 @@ def write(asked: GenerationRequest) -> None:
         Writer(asked, restore(asked.chosen, mesh), mesh).write()
 
 
-class Writer:
+class Writer(ModelAtWork):
     """A model and what it is asked for; collective over the ranks of ``mesh``."""
 
     def __init__(self, asked: GenerationRequest, loaded: LoadedModel, mesh: Mesh) -> None:
-        self.asked, self.loaded, self.mesh = asked, loaded, mesh
-        self._heartbeat, self._steps = Heartbeat(asked.chosen.config.restart.hang_timeout_s), 0
+        super().__init__(asked.chosen, loaded, mesh)
+        self.asked = asked
         self._generator = TextGenerator(loaded.model, loaded.tokenizer, batch=asked.batch, advance=self._advance)
-        self._is_main = mesh.rank == 0
-        self._advance()
-        for reason in loaded.refused:
-            self._say(f"skipped a damaged checkpoint: {reason}")
 
     def write(self) -> None:
         """See the function."""
@@ -139,15 +135,6 @@ class Writer:
 
     def _show_record(self, record: Record) -> None:
         self._show(json.dumps(record, ensure_ascii=False) + "\n")
-
-    def _say(self, text: str) -> None:
-        if self._is_main:
-            print(text, file=sys.stderr, flush=True)
-
-    def _advance(self) -> None:
-        self._steps += 1
-        # An activity that may take long: nobody knows how long prompts are.
-        self._heartbeat.beat("validation", step=self._steps)
 
 
 def _typed() -> Iterator[str]:

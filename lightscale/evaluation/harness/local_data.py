@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "csr"
-"""In the folder of `--data`; ``tools/benchmark_data.py`` writes it."""
+"""In the folder of `--data`; ``tools/texts/benchmark_data.py`` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ class LocalSettings(TaskSettings):
     """What all kinds that lm-eval defines have."""
 
     data: Path = Field(default=Path(), strict=False)
-    """Folder of local files, relative to the task file; `python tools/benchmark_data.py` makes it."""
+    """Folder of local files, relative to the task file; `python tools/texts/benchmark_data.py` makes it."""
     lm_eval: str = Field(default_factory=installed_version)
     """Required version of lm-eval; default: the installed version."""
 

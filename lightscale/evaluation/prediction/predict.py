@@ -16,11 +16,11 @@ from lightscale.errors import counted
 from lightscale.evaluation.inference.predictions import Predictor
 from lightscale.evaluation.inference.requests import Ids
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
+from lightscale.evaluation.model_at_work import ModelAtWork
 from lightscale.evaluation.prediction.documents import TextDocument
 from lightscale.evaluation.prediction.request import PredictionRequest
 from lightscale.evaluation.prediction.token_texts import token_texts
 from lightscale.parallel.mesh import Mesh
-from lightscale.training.health.heartbeat import Heartbeat
 
 BLOCK_TOKENS, _BLOCK_DOCUMENTS = 2**18, 2**12
 """Of a data rank, at most, whose predictions are held at once."""
@@ -38,17 +38,13 @@ def predict(asked: PredictionRequest) -> None:
         PredictionWriter(asked, restore(asked.chosen, mesh), mesh).write()
 
 
-class PredictionWriter:
+class PredictionWriter(ModelAtWork):
     """A model and what it is asked for; collective over the ranks of ``mesh``."""
 
     def __init__(self, asked: PredictionRequest, loaded: LoadedModel, mesh: Mesh) -> None:
-        self.asked, self.loaded, self.mesh = asked, loaded, mesh
-        self._heartbeat, self._steps = Heartbeat(asked.chosen.config.restart.hang_timeout_s), 0
+        super().__init__(asked.chosen, loaded, mesh)
+        self.asked = asked
         self._predictor = Predictor(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self._advance)
-        self._is_main = mesh.rank == 0
-        self._advance()
-        for reason in loaded.refused:
-            self._say(f"skipped a damaged checkpoint: {reason}")
 
     def write(self) -> None:
         """See the function."""
@@ -120,15 +116,6 @@ class PredictionWriter:
             lines += ["    " + ", ".join(f"{one['token']!r} {one['probability']:.1%}" for one in mask)
                       for mask in record["masks"]]  # fmt: skip
         return "\n".join(lines) + "\n"
-
-    def _say(self, text: str) -> None:
-        if self._is_main:
-            print(text, file=sys.stderr, flush=True)
-
-    def _advance(self) -> None:
-        self._steps += 1
-        # An activity that may take long: nobody knows how long documents are.
-        self._heartbeat.beat("validation", step=self._steps)
 
 
 def blocks(documents: Sequence[TextDocument], most_tokens: int) -> Iterator[list[TextDocument]]:

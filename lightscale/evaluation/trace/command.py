@@ -14,11 +14,11 @@ from rich.text import Text
 
 from lightscale.config.arguments import require_run
 from lightscale.config.files import load
-from lightscale.data_pipeline.commands.output import plain_console
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run
 from lightscale.evaluation.trace.lines import find_lines
 from lightscale.evaluation.trace.spikes import Spike, find_spikes
+from lightscale.output.terminal import plain_console
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import list_checkpoints, steps_of
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(result, ensure_ascii=False))
         return 0
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     if not console.is_terminal:  # a program reads it: a row is a line
         console.width = _PIPE_WIDTH
     console.print(
@@ -84,7 +84,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"run": str(args.run), "spikes": [asdict(spike) for spike in spikes]}))
         return 0
-    console = plain_console()
+    console = plain_console(soft_wrap=True)
     if not spikes:
         console.print(f"{args.run}: no skipped step, and no loss far above the median of earlier steps")
         return 0

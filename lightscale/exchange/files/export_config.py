@@ -1,7 +1,7 @@
 """config.json of an export: what transformers reads of a model's shape, written and read back strictly."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -266,31 +266,36 @@ def tensor_name(shape: Shape, name: str) -> str:
     return name.replace(".mixer.", ".self_attn.") if has_own_class(shape) else name
 
 
-def config_of(
-    shape: Shape, *, eot_id: int, dtype: str, max_tokens: int, init_std: float, classes: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The content of config.json.
+@dataclass(frozen=True, kw_only=True)
+class ConfigFacts:
+    """What config.json says of a model beside its shape."""
 
-    Args:
-        shape: of the plain model.
-        eot_id: begins and ends documents.
-        dtype: of most weights, as torch names it, such as "bfloat16".
-        max_tokens: the length of sequences that the model was trained on.
-        init_std: of the initial weights.
-        classes: the names of a classifier's classes, as far as they are known.
-    """
+    eot_id: int
+    """Begins and ends documents."""
+    dtype: str
+    """Of most weights, as torch names it, such as "bfloat16"."""
+    max_tokens: int
+    """The length of sequences that the model was trained on."""
+    init_std: float
+    """Of the initial weights."""
+    classes: Sequence[str] = ()
+    """The names of a classifier's classes, as far as they are known."""
+
+
+def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
+    """The content of config.json for a plain model of ``shape``."""
     common = {
-        "dtype": dtype,
+        "dtype": facts.dtype,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_attention_heads,
         "num_hidden_layers": len(shape.mixers),
         "intermediate_size": shape.intermediate_size,
         "rms_norm_eps": shape.rms_norm_eps,
-        "initializer_range": init_std,
-        "max_position_embeddings": max_tokens,
+        "initializer_range": facts.init_std,
+        "max_position_embeddings": facts.max_tokens,
         "tie_word_embeddings": shape.tied,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eot_id),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), facts.eot_id),
     }
     if (own := own_class(shape)) is not None:
         attention = shape.attention
@@ -332,7 +337,7 @@ def config_of(
         **({} if shape.attention == Attention() else {"softmax_attention": asdict(shape.attention)}),
         **({} if shape.lightnet_causal else {"lightnet_causal": False}),
         **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
-        **(_labels(shape, classes) if shape.task == "classify" else {}),
+        **(_labels(shape, facts.classes) if shape.task == "classify" else {}),
         **({"scalar_decay": asdict(shape.scalar_decay)} if "decay-attention" in shape.mixers else {}),
         **({"forms": {name: asdict(form) for name, form in shape.forms.items()}} if shape.forms else {}),
         **({} if shape.final_norm else {"final_norm": False}),

@@ -19,6 +19,20 @@ class ChunkMasks(NamedTuple):
     pairs: Tensor  # (B, G, 1, L, L): both tokens belong to one document
 
 
+def pass_on(running: Tensor, share: Tensor, decay: Tensor, through: Tensor | None) -> Tensor:
+    """The state behind a chunk that ``running`` enters: decay ⊙ running + share, the chunk's own.
+
+    ``share`` is overwritten with ``running``; where ``through`` is False, a document begins and nothing passes.
+    """
+    if through is None:
+        passed_on = torch.addcmul(share, running, decay)
+    else:
+        passed_on = share + (running * decay).masked_fill_(~through, 0.0)
+    # In place: what a chunk adds was read before what it receives is written over it.
+    share.copy_(running)
+    return passed_on
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
     """Neighbouring chunks of equal length of every row: where they lie, and how to copy them in and out."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, Phases, features, features_bwd, phases_of
-from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows
+from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows, pass_on
 from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.common.states import state_dtype
 
@@ -115,14 +115,8 @@ class LightningChunkBatch(Chunks):
         """
         decay = self.decays.through(self.chunk_tokens)
         for chunk in order:
-            # In place: what a chunk adds is read before what it receives is written over it.
-            share = shares[:, chunk]
-            if self.masks is None:
-                passed_on = torch.addcmul(share, running, decay)
-            else:
-                passed_on = share + (running * decay).masked_fill_(~self.masks.through[:, chunk], 0.0)
-            share.copy_(running)
-            running = passed_on
+            through = None if self.masks is None else self.masks.through[:, chunk]
+            running = pass_on(running, shares[:, chunk], decay, through)
         return running
 
     def scan_states(self, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows
+from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows, pass_on
 from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.lion.state import Gate
@@ -159,14 +159,9 @@ class LionBatch(Chunks):
         What each chunk adds, ``shares[…, side, :, :]``, is overwritten with what it receives.
         """
         for chunk in reversed(range(self.num_chunks)) if reverse else range(self.num_chunks):
-            share = shares[:, chunk, :, side]
             decay = self.decays.through[:, min(chunk, self.decays.through.size(1) - 1)]
-            if self.masks is None:
-                passed_on = torch.addcmul(share, running, decay)
-            else:
-                passed_on = share + (running * decay).masked_fill_(~self.masks.through[:, chunk], 0.0)
-            share.copy_(running)
-            running = passed_on
+            through = None if self.masks is None else self.masks.through[:, chunk]
+            running = pass_on(running, shares[:, chunk, :, side], decay, through)
         return running
 
     def passing(self, states: Tensor, dstates: Tensor) -> Tensor:

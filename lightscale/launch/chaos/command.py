@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lightscale import __version__
@@ -28,6 +25,9 @@ from lightscale.launch.chaos.campaign import Campaign, CampaignResult
 from lightscale.launch.chaos.faults.kills import Kill
 from lightscale.launch.chaos.harness.verify import shown
 from lightscale.launch.chaos.schedule import SORTS
+from lightscale.output.progress import start_progress
+from lightscale.output.terminal import plain_console
+from lightscale.runs.metrics.pace import time_text
 from lightscale.runs.run_directory import write_atomically
 
 EXIT_FAILED = 1
@@ -170,7 +170,7 @@ def _goodput(result: CampaignResult) -> float | None:
 
 
 def _show(record: dict[str, Any]) -> None:
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     table = Table("fault", box=box.SIMPLE)
     for heading in _COUNTED:
         table.add_column(heading, justify="right")
@@ -242,27 +242,14 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str, CampaignResult], None]]:
-    """A bar on stderr, or a line for each fault where that is no terminal."""
-    console, began = Console(stderr=True), time.monotonic()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        refresh_per_second=2,
-    )
-    task = bar.add_task("", total=total)
+    """A live line on a terminal, or a line for each fault."""
+    progress, began_s = start_progress("faults", total), time.monotonic()
 
     def report(text: str, result: CampaignResult) -> None:
         done = sum(len(trial.injected) for trial in result.trials)
-        if console.is_terminal:
-            bar.update(task, completed=done, description=text)
-        else:
-            print(f"{time.monotonic() - began:7.1f} s  {done}/{total}  {text}", file=sys.stderr, flush=True)
+        progress.show(done, f"{time_text(time.monotonic() - began_s)}  {text}")
 
-    if not console.is_terminal:
+    try:
         yield report
-        return
-    with bar:
-        yield report
+    finally:
+        progress.close()

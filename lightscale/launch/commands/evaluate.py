@@ -1,16 +1,14 @@
 """``lightscale evaluate``: evaluate trained models."""
 
 import argparse
+import functools
 import importlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-from rich.console import Console
 
 from lightscale.config.arguments import OVERRIDE, path_argument, run_path
 from lightscale.config.schema import RunConfig
@@ -21,11 +19,9 @@ from lightscale.evaluation.registry import find_tasks, known_tasks
 from lightscale.evaluation.results import Result, as_csv, as_table, check_writable
 from lightscale.evaluation.task import Task
 from lightscale.launch.commands.checks import num_processes
-from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
+from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among, start_ranks
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.launcher.rank import run_rank
-from lightscale.launch.network import choose_interface
-from lightscale.launch.scheduler import adopt_job
+from lightscale.output.terminal import plain_console
 from lightscale.runs.run_directory import split_step
 
 NAME = "evaluate"
@@ -64,12 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks."""
-    adopt_job(os.environ)
-    environment = RankEnvironment.read(os.environ)
-    if environment is not None:
-        rank = environment
-        return run_rank(lambda: as_usage(lambda: _evaluate(args, rank)))
-    return as_usage(lambda: _start(args))
+    return join_or_start(functools.partial(_evaluate, args), functools.partial(_start, args))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +130,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def _evaluate(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """The work of one rank."""
-    # torch.distributed and Megatron know only torchrun's variables.
-    os.environ.update(environment.variables())
-    choose_interface(environment)
+    join(environment)
     plan = _plan(args)
     for chosen in plan.runs:
         check_ranks(chosen.config, environment.world_size)
@@ -167,7 +156,7 @@ def _report(args: argparse.Namespace, plan: _Plan, *, is_main: bool = True) -> i
         print(as_csv(results), end="")
     else:
         # Without line breaks, so that lines can be searched.
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = plain_console(soft_wrap=True)
         console.print(as_table(results))
         if (table := csr_table(results)) is not None:
             console.print(table)

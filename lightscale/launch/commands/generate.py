@@ -1,8 +1,8 @@
 """``lightscale generate``: continue texts with a trained model."""
 
 import argparse
+import functools
 import importlib
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,8 @@ from lightscale.evaluation.generation.request import GenerationRequest
 from lightscale.evaluation.inference.prompts import Sampling, check_generates
 from lightscale.files import read_regular
 from lightscale.launch.commands.checks import num_processes
-from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
+from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.launcher.rank import run_rank
-from lightscale.launch.network import choose_interface
-from lightscale.launch.scheduler import adopt_job
 from lightscale.runs.run_directory import split_step
 
 NAME = "generate"
@@ -71,12 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks."""
-    adopt_job(os.environ)
-    environment = RankEnvironment.read(os.environ)
-    if environment is not None:
-        rank = environment
-        return run_rank(lambda: as_usage(lambda: _rank(args, rank)))
-    return as_usage(lambda: _start(args))
+    return join_or_start(functools.partial(_rank, args), functools.partial(_start, args))
 
 
 def _asked(args: argparse.Namespace) -> GenerationRequest:
@@ -94,10 +86,7 @@ def _asked(args: argparse.Namespace) -> GenerationRequest:
         seed=args.seed,
     )
     default = PromptText(text="", max_tokens=args.tokens, stop=tuple(args.stop), sampling=sampling)
-    overrides = overrides_among(args.overrides)
-    for word in args.overrides:
-        if word not in overrides:
-            raise UserError(f"{word}: neither a layout key such as parallel.tensor=2 nor an option; name one run only")
+    overrides = overrides_among_one(args.overrides)
     kind, prompts = _prompts(args, default)
     directory, step = _run_and_step(args)
     # On whatever device there is, as a run of GPUs is looked at on any machine.
@@ -153,9 +142,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """The work of one rank."""
-    # torch.distributed and Megatron know only torchrun's variables.
-    os.environ.update(environment.variables())
-    choose_interface(environment)
+    join(environment)
     asked = _asked(args)
     _check_ranks(asked, environment.world_size)
     preload().write(asked)

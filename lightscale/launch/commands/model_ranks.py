@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 import re
 import shutil
 import sys
@@ -14,6 +15,10 @@ from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError, counted
 from lightscale.launch.commands.checks import WrongUse, num_gpus
+from lightscale.launch.environment import RankEnvironment
+from lightscale.launch.launcher.rank import run_rank
+from lightscale.launch.network import choose_interface
+from lightscale.launch.scheduler import adopt_job
 
 _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_.]+=.*", re.ASCII)
 # What may differ from training's: where the ranks stand, and what computes.
@@ -29,6 +34,30 @@ def as_usage(action: Callable[[], int]) -> int:
         if error.EXIT_CODE != UserError.EXIT_CODE:
             raise
         raise WrongUse(str(error)) from error
+
+
+def join_or_start(rank: Callable[[RankEnvironment], int], start: Callable[[], int]) -> int:
+    """Do ``rank`` where torchrun, srun or mpirun started this process, else ``start``, which starts the ranks."""
+    adopt_job(os.environ)
+    environment = RankEnvironment.read(os.environ)
+    if environment is None:
+        return as_usage(start)
+    return run_rank(functools.partial(as_usage, functools.partial(rank, environment)))
+
+
+def join(environment: RankEnvironment) -> None:
+    """Make a rank of this process: torch.distributed and Megatron know only torchrun's variables."""
+    os.environ.update(environment.variables())
+    choose_interface(environment)
+
+
+def overrides_among_one(words: Sequence[str]) -> list[str]:
+    """``overrides_among`` the words behind one run; a word that is none is refused."""
+    overrides = overrides_among(words)
+    for word in words:
+        if word not in overrides:
+            raise UserError(f"{word}: neither a layout key such as parallel.tensor=2 nor an option; name one run only")
+    return overrides
 
 
 def overrides_among(words: Sequence[str]) -> list[str]:

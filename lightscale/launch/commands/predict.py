@@ -1,8 +1,8 @@
 """``lightscale predict``: predict fillings of masks, classes or vectors of documents with a trained model."""
 
 import argparse
+import functools
 import importlib
-import os
 import sys
 from types import ModuleType
 
@@ -14,11 +14,8 @@ from lightscale.evaluation.chosen_run import ChosenRun, choose_run, longest_cont
 from lightscale.evaluation.prediction.documents import MASK_TEXT, MaskWriting, read_documents
 from lightscale.evaluation.prediction.request import Kind, PredictionRequest, class_names
 from lightscale.launch.commands.checks import num_processes
-from lightscale.launch.commands.model_ranks import as_usage, check_ranks, overrides_among, start_ranks
+from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
 from lightscale.launch.environment import RankEnvironment
-from lightscale.launch.launcher.rank import run_rank
-from lightscale.launch.network import choose_interface
-from lightscale.launch.scheduler import adopt_job
 from lightscale.runs.run_directory import split_step
 
 NAME = "predict"
@@ -57,12 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks."""
-    adopt_job(os.environ)
-    environment = RankEnvironment.read(os.environ)
-    if environment is not None:
-        rank = environment
-        return run_rank(lambda: as_usage(lambda: _rank(args, rank)))
-    return as_usage(lambda: _start(args))
+    return join_or_start(functools.partial(_rank, args), functools.partial(_start, args))
 
 
 def _asked(args: argparse.Namespace) -> PredictionRequest:
@@ -72,10 +64,7 @@ def _asked(args: argparse.Namespace) -> PredictionRequest:
             raise UserError(f"--{name} {value}: must be at least {least}")
     if args.mask == "":
         raise UserError(f'--mask "": must not be empty; use {MASK_TEXT}')
-    overrides = overrides_among(args.overrides)
-    for word in args.overrides:
-        if word not in overrides:
-            raise UserError(f"{word}: neither a layout key such as parallel.tensor=2 nor an option; name one run only")
+    overrides = overrides_among_one(args.overrides)
     if args.out is not None and (args.out.exists() or args.out.is_symlink()):
         raise UserError(f"--out {args.out}: the file exists; remove it or use another path")
     directory, step = split_step(args.run)
@@ -156,9 +145,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """The work of one rank."""
-    # torch.distributed and Megatron know only torchrun's variables.
-    os.environ.update(environment.variables())
-    choose_interface(environment)
+    join(environment)
     asked = _asked(args)
     check_ranks(asked.chosen.config, environment.world_size)
     preload().predict(asked)

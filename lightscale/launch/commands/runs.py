@@ -17,9 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +27,7 @@ from lightscale.errors import UserError
 from lightscale.evaluation.results import as_table, newest_results
 from lightscale.files import NotRegular, open_regular, size_text
 from lightscale.launch.scheduler import JobState, job_states
+from lightscale.output.terminal import plain_console, plain_table, watch
 from lightscale.records import Records, read_records
 from lightscale.runs.goodput import Goodput, duration, measure_goodput, record_time_s
 from lightscale.runs.jobs import JobRecord, recorded_jobs
@@ -134,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     view = _View(args.directory)
     # As wide as the content and without line breaks, so that names can be copied.
     wide = Console(highlight=False, markup=False, soft_wrap=True, width=_MOST_COLUMNS)
-    terminal = Console(highlight=False, markup=False)
+    terminal = plain_console()
     if args.watch is None:
         _print(view.summaries(time.time()), wide, args)
     elif args.json or not terminal.is_terminal:
@@ -143,11 +142,7 @@ def run(args: argparse.Namespace) -> int:
             sys.stdout.flush()
             time.sleep(args.watch)
     else:
-        # Drawn when something was read: a thread that draws would only repeat it.
-        with Live(console=terminal, auto_refresh=False) as live:
-            while True:
-                live.update(_page(view.summaries(time.time()), args), refresh=True)
-                time.sleep(args.watch)
+        watch(lambda: _page(view.summaries(time.time()), args), args.watch, terminal)
     return 0
 
 
@@ -381,11 +376,7 @@ _NUMBERS = (
 
 
 def _runs_table(summaries: Iterable[RunSummary]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("run", "state", "job"):
-        table.add_column(heading, no_wrap=True)
-    for heading in _NUMBERS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(("run", "state", "job"), _NUMBERS)
     for one in summaries:
         table.add_row(*_cells(one))
     return table
@@ -429,11 +420,7 @@ def _evaluation_text(tasks: dict[str, dict[str, Any]]) -> str:
 
 
 def _goodput_table(goodput: Goodput) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("division of its time", no_wrap=True)
-    for heading in ("time", "share"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    table = plain_table(["division of its time"], ["time", "share"], has_notes=True)
     for name, seconds, note in _goodput_lines(goodput):
         share = f"{seconds / goodput.running_s:.1%}" if goodput.running_s > 0 else "—"
         table.add_row(name, duration(seconds), share, note)

@@ -36,7 +36,7 @@ from lightscale.launch.launcher.rank import LAUNCHER_VARIABLE, SEVERAL_LAUNCHERS
 from lightscale.launch.launcher.rendezvous import Rendezvous
 from lightscale.launch.network import check_interfaces, choose_interface
 from lightscale.launch.scheduler import adopt_job, get_scheduler, job_states
-from lightscale.output import lasting_output
+from lightscale.output.streams import lasting_output
 from lightscale.parallel.device_settings import apply_device_settings
 from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.job_environment import job_id

@@ -27,7 +27,7 @@ from lightscale.launch.launcher.relay import StopRelay
 from lightscale.launch.launcher.rendezvous import Rendezvous
 from lightscale.launch.launcher.torchrun import NodeReport, run_node
 from lightscale.launch.launcher.watchdog import Hang
-from lightscale.output import take_over_output
+from lightscale.output.streams import take_over_output
 from lightscale.runs.run_directory import write_atomically
 from lightscale.training.health.heartbeat import Beat
 from lightscale.training.signals import die_with_parent

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from lightscale.errors import UserError
-from lightscale.output import take_over_output
+from lightscale.output.streams import take_over_output
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, read_heartbeats
 from lightscale.training.signals import STOP_SIGNALS, die_with_parent
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import psutil
 
-from lightscale.output import offer
+from lightscale.output.streams import offer
 from lightscale.training.signals import STOP_SIGNALS
 
 _POLL_S = 0.1

@@ -42,8 +42,8 @@ from lightscale.launch.launcher.fork import Program, forked_ranks
 from lightscale.launch.launcher.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE, LOGS_VARIABLE
 from lightscale.launch.launcher.rendezvous import Rendezvous
 from lightscale.launch.launcher.watchdog import Hang, Watchdog
+from lightscale.output.progress import TERMINAL_VARIABLE
 from lightscale.parallel.device_settings import device_settings
-from lightscale.runs.metrics.progress import TERMINAL_VARIABLE
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Beat, read_heartbeats, shared_heartbeats
 from lightscale.training.signals import DEADLINE_VARIABLE
 

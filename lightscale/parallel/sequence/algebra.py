@@ -289,12 +289,11 @@ class LogSumExp(Algebra):
         return own_U, fold(R, transitions, end_R, reverse=True)
 
 
-class WholeLogSumExp(Algebra):
-    """Averages as those of ``LogSumExp``, of documents whose tokens read all of them: what comes from either side is
-    merged with the segment's own, and what travels back are sums, because each token's weight is of the whole document.
+class WholeDocuments(Algebra):
+    """States of documents whose tokens read all of them: what comes from either side is added to the segment's own.
 
-    Summary (z, S of each direction, through), states (z, S of each), cotangents (U of each), those of S. In one
-    direction for what a ring hands on.
+    The last tensor of a summary is 0 where a document begins; what travels back are sums. In one direction for what a
+    ring hands on.
 
     Args:
         reverse: of each direction, whether what enters a segment comes from behind it.
@@ -303,6 +302,38 @@ class WholeLogSumExp(Algebra):
     def __init__(self, reverse: tuple[bool, ...] = (False, True)) -> None:
         self.reverse, self._sums = reverse, Diagonal(reverse)
 
+    def identity(self, summary: Tensors) -> Tensors:
+        return *self.empty(summary), torch.ones_like(summary[-1])
+
+    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
+        return self._sums.adjoint(transition, reads, cotangent)
+
+    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
+        ends = end, segments[-1].size(0) - 1 - end
+        # Copied: a view would keep all that was gathered until the backward pass.
+        return self._fold(segments, state, ends), self.transition((segments[-1].clone(),), ())
+
+    def combined(self, segments: Tensors) -> Tensors:
+        number = segments[-1].size(0)
+        return *self._fold(segments, None, (number, number)), segments[-1].amin(0)
+
+    def fold_back(
+        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
+    ) -> Tensors:
+        return self._sums.fold_back(transitions, reads, cotangent, rank)
+
+    @abstractmethod
+    def _fold(self, segments: Tensors, state: Tensors | None, ends: tuple[int, int]) -> Tensors:
+        """Each direction through its first segments, so many to the right, and to the left."""
+
+
+class WholeLogSumExp(WholeDocuments):
+    """Averages as those of ``LogSumExp``, of documents whose tokens read all of them: what comes from either side is
+    merged with the segment's own, and what travels back are sums, because each token's weight is of the whole document.
+
+    Summary (z, S of each direction, through), states (z, S of each), cotangents (U of each), those of S.
+    """
+
     def directions(self, tensors: Tensors) -> list[tuple[Algebra, Tensors, bool]]:
         number = len(self.reverse)
         # Cotangents are one tensor for each direction; of a summary the last one is shared.
@@ -310,9 +341,6 @@ class WholeLogSumExp(Algebra):
         shared = tensors[width * number :]
         found = [(*tensors[width * i : width * (i + 1)], *shared) for i in range(number)]
         return [(WholeLogSumExp((r,)), part, r) for part, r in zip(found, self.reverse, strict=True)]
-
-    def identity(self, summary: Tensors) -> Tensors:
-        return *self.empty(summary), torch.ones_like(summary[-1])
 
     def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
         found: list[Tensor] = []
@@ -333,22 +361,6 @@ class WholeLogSumExp(Algebra):
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
         # Of a document that goes on all is left: states and cotangents are of its whole sums.
         return summary[-1][..., None, None]
-
-    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
-        return self._sums.adjoint(transition, reads, cotangent)
-
-    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
-        ends = end, segments[-1].size(0) - 1 - end
-        return self._fold(segments, state, ends), segments[-1].clone()[..., None, None]
-
-    def combined(self, segments: Tensors) -> Tensors:
-        number = segments[-1].size(0)
-        return *self._fold(segments, None, (number, number)), segments[-1].amin(0)
-
-    def fold_back(
-        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
-    ) -> Tensors:
-        return self._sums.fold_back(transitions, reads, cotangent, rank)
 
     def _fold(self, segments: Tensors, state: Tensors | None, ends: tuple[int, int]) -> Tensors:
         """Each direction through its first segments, so many to the right, and to the left."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightscale.kernels.common.segments import decayed, fold
 from lightscale.kernels.log_sum.segments import entering_sums, shares
-from lightscale.parallel.sequence.algebra import Algebra, Diagonal, Tensors
+from lightscale.parallel.sequence.algebra import Algebra, Tensors, WholeDocuments
 
 
 def _cut(z: Tensor, through: Tensor) -> Tensor:
@@ -59,25 +59,15 @@ class LogSum(Algebra):
         return (fold(reads[0][behind], transitions[behind], end, reverse=True),)
 
 
-class WholeLogSum(Algebra):
+class WholeLogSum(WholeDocuments):
     """The same of documents whose tokens read all of them: what comes from either side is added to the segment's own.
 
-    Summary (z of each direction, through), states and cotangents one tensor for each. In one direction for what a ring
-    hands on.
-
-    Args:
-        reverse: of each direction, whether what enters a segment comes from behind it.
+    Summary (z of each direction, through), states and cotangents one tensor for each.
     """
-
-    def __init__(self, reverse: tuple[bool, ...] = (False, True)) -> None:
-        self.reverse, self._sums = reverse, Diagonal(reverse)
 
     def directions(self, tensors: Tensors) -> list[tuple[Algebra, Tensors, bool]]:
         shared = tensors[len(self.reverse) :]
         return [(WholeLogSum((r,)), (x, *shared), r) for x, r in zip(tensors, self.reverse, strict=False)]
-
-    def identity(self, summary: Tensors) -> Tensors:
-        return *self.empty(summary), torch.ones_like(summary[-1])
 
     def combine(self, earlier: Tensors, later: Tensors) -> Tensors:
         found = []
@@ -98,23 +88,6 @@ class WholeLogSum(Algebra):
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
         # Of a document that goes on all is left: cotangents are of its whole sum.
         return summary[-1]
-
-    def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
-        return self._sums.adjoint(transition, reads, cotangent)
-
-    def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
-        ends = end, segments[-1].size(0) - 1 - end
-        # Copied: a view would keep all that was gathered until the backward pass.
-        return self._fold(segments, state, ends), segments[-1].clone()
-
-    def combined(self, segments: Tensors) -> Tensors:
-        number = segments[-1].size(0)
-        return *self._fold(segments, None, (number, number)), segments[-1].amin(0)
-
-    def fold_back(
-        self, transitions: Tensor, reads: Tensors, cotangent: Tensors | None = None, rank: int | None = None
-    ) -> Tensors:
-        return self._sums.fold_back(transitions, reads, cotangent, rank)
 
     def _fold(self, segments: Tensors, state: Tensors | None, ends: tuple[int, int]) -> Tensors:
         """Each direction through its first segments, so many to the right, and to the left."""

@@ -5,13 +5,12 @@ import itertools
 import json
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from lightscale.config import shipped
 from lightscale.config.files import load
 from lightscale.models.accounting import parameter_terms
+from lightscale.output.terminal import plain_console, plain_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     # Without line breaks, so that names can be copied and lines be searched.
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=max(Console().width, 100))
+    console = plain_console(least_width=100, soft_wrap=True)
     console.print(_table(runs))
     console.print("for `extends` in a file, in addition to the above:")
     for folder, names in shipped.part_names().items():
@@ -68,11 +67,7 @@ def _architecture(layers: tuple[str, ...]) -> str:
 
 
 def _table(runs: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("name", "architecture"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("parameters", "tokens", "length"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(("name", "architecture"), ("parameters", "tokens", "length"))
     for one in runs:
         numbers = (f"{one[key]:,}" for key in ("parameters", "tokens", "sequence_length"))
         table.add_row(one["name"], one["architecture"], *numbers)

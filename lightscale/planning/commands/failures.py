@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.output.terminal import plain_console, plain_table
 from lightscale.planning.failure_simulation import Estimate, as_good_as_best, simulate
 from lightscale.planning.failures import DAY_S, Regime, Shares, daly_interval_s, expected_shares
 from lightscale.planning.hardware import H100
@@ -316,7 +315,7 @@ def _row_record(row: GoodputRow) -> dict[str, Any]:
 
 def _show(path: str, config: RunConfig, planned: FailurePlan) -> None:
     # Wider than a pipe's 80 columns, so that no line of numbers is broken.
-    console = Console(highlight=False, markup=False, width=max(Console().width, 120))
+    console = plain_console(least_width=120)
     for sentence in _circumstances(path, config, planned):
         console.print(sentence, soft_wrap=True)
     console.print(_table(planned.rows))
@@ -371,15 +370,12 @@ def _advice(config: RunConfig, planned: FailurePlan) -> Iterable[str]:
 
 
 def _table(rows: Sequence[GoodputRow]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    table = plain_table(
+        (),
+        ("interval", "goodput", "simulated", "save stalls", "lost work", "restarts", "stops"),
+        has_notes=True,
         caption="shares of the wall time, by closed forms; simulated goodput ± standard error",
-        caption_justify="left",
     )
-    for heading in ("interval", "goodput", "simulated", "save stalls", "lost work", "restarts", "stops"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
     for row in rows:
         shares, one = row.expected, row.simulated
         table.add_row(

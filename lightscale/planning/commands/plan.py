@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
@@ -21,6 +20,7 @@ from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError, counted
+from lightscale.output.terminal import plain_console, plain_table
 from lightscale.planning.commands import failures, scaling, trace
 from lightscale.planning.memory import assumptions
 from lightscale.planning.plan import Parameters, RunPlan, StateExchangeSize, plan
@@ -106,7 +106,7 @@ def _record(config: RunConfig, planned: RunPlan) -> dict[str, Any]:
 
 def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
     # Wider than a pipe's 80 columns, so that no line of numbers is broken.
-    console = Console(highlight=False, markup=False, width=max(Console().width, 110))
+    console = plain_console(least_width=110)
     layout = planned.layout
     axes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "pipeline", "sequence", "data"))
     console.print(f"{path} on {counted(layout.world_size, 'process', 'processes')}: {axes}\n")
@@ -222,21 +222,16 @@ def _comparison_record(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show_study(rows: list[StudyRow]) -> None:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title="Table 7 of arXiv 2406.16690: millions of parameters outside the embedding, petaFLOPs of a training step",
-        title_justify="left",
-    )
-    for heading in ("size", "architecture"):
-        table.add_column(heading, no_wrap=True)
     shape = ("layers", "hidden", "heads", "interm.")
     counted = ("paper", "diff", "within", "Table 1")
-    for heading in (*shape, "params", *counted, "PFLOPs", *counted, ""):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(
+        ("size", "architecture"),
+        (*shape, "params", *counted, "PFLOPs", *counted, ""),
+        title="Table 7 of arXiv 2406.16690: millions of parameters outside the embedding, petaFLOPs of a training step",
+    )
     for row in rows:
         table.add_row(*_study_cells(row), end_section=row.architecture == rows[-1].architecture)
-    console = Console(highlight=False, markup=False, width=max(Console().width, 155))
+    console = plain_console(least_width=155)
     console.print(table)
     console.print("Its Table 1, closed forms for g = 8/3 d (columns Table 1): N without the embedding, FLOPs of a step")
     forms = Table(box=None, pad_edge=False, show_header=False)

@@ -23,6 +23,7 @@ from lightscale.config.schedulers import default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.config.section import MOST_RANKS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError, shortened
+from lightscale.output.terminal import plain_console
 from lightscale.planning import memory, step_cost
 from lightscale.planning.advice import changed_batch, layout_overrides
 from lightscale.planning.hardware import HARDWARE, Hardware, with_settings
@@ -250,7 +251,7 @@ def _sentences(config: RunConfig) -> list[str]:
 
 def _show(path: str, config: RunConfig, hardware: Hardware, points: list[Point]) -> None:
     # Wider than a pipe's 80 columns, so that no line of numbers is broken.
-    console = Console(highlight=False, markup=False, width=max(Console().width, 132))
+    console = plain_console(least_width=132)
     console.print(f"{path} on nodes of {hardware.gpus_per_node} {hardware.name}: predicted, not measured\n")
     if len(points) == 1:
         (point,) = points

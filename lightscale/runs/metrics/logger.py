@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from lightscale.output.progress import start_progress
 from lightscale.runs.goodput import Goodput
-from lightscale.runs.metrics.progress import Pace, short, start_progress, time_text
+from lightscale.runs.metrics.pace import Pace, short, time_text
 from lightscale.runs.metrics.sink import Measurement, Sink
 from lightscale.runs.run_directory import timestamp
 
@@ -69,7 +70,7 @@ class MetricsLogger:
         if not enabled:
             return
         self._pace = Pace(total_steps)
-        self._progress = start_progress(total_steps, first_step - 1)
+        self._progress = start_progress("step", total_steps, done=first_step - 1)
 
     def begin_step(self) -> None:
         """Start the clock of a step; saves and validations before it are not part of its time."""

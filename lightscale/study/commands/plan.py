@@ -5,13 +5,10 @@ import dataclasses
 import json
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.files import size_text
+from lightscale.output.terminal import plain_console, plain_table
 from lightscale.planning.hardware import H100
 from lightscale.planning.search import MOST_NODES, Fixed, best_layouts
 from lightscale.study.cells import Cell
@@ -91,15 +88,12 @@ def _record(study: Study, cell: Cell, hours: float | None) -> dict[str, Any]:
 
 
 def _show(study: Study, cells: list[Cell], hours: dict[str, float | None], nodes: int | None) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("cell", no_wrap=True)
     headings = ["N", "embedding", "steps", "tokens", "FLOPs", "PFLOP-days", "by the paper", "kept"]
-    for heading in [*headings, *(["hours"] if nodes else [])]:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(["cell"], [*headings, *(["hours"] if nodes else [])])
     for cell in cells:
         more = [_hours_text(hours[cell.name])] if nodes else []
         table.add_row(cell.name, *_cells(study.counts(cell)), *more)
-    console = Console(highlight=False, markup=False, width=max(Console().width, 130))
+    console = plain_console(least_width=130)
     console.print(table)
     every = [study.counts(cell) for cell in cells]
     pending = sum(cell.is_pending for cell in cells)

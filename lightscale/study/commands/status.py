@@ -6,14 +6,12 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from rich import box
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from lightscale.errors import UserError
 from lightscale.launch.commands.runs import RunReader
+from lightscale.output.terminal import plain_console, plain_table, watch
 from lightscale.runs.goodput import duration
 from lightscale.study.cells import Cell
 from lightscale.study.commands.arguments import add_study, the_study
@@ -58,14 +56,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"study": str(study.path), "cells": [asdict(one) for one in view.statuses()]}))
         return 0
-    console = Console(highlight=False, markup=False, width=max(Console().width, 100))
+    console = plain_console(least_width=100)
     if args.watch is None:
         console.print(_shown(study, view.statuses()))
-        return 0
-    with Live(_shown(study, view.statuses()), console=console, auto_refresh=False) as live:
-        while True:
-            live.update(_shown(study, view.statuses()), refresh=True)
-            time.sleep(args.watch)
+    else:
+        watch(lambda: _shown(study, view.statuses()), args.watch, console)
+    return 0
 
 
 class _View:
@@ -120,11 +116,7 @@ def _line(cell: Cell, state: str, *, step: int = 0, loss: float | None = None, n
 
 
 def _shown(study: Study, statuses: list[CellStatus]) -> Group:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("cell", "state"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("step", "loss", "tokens/s", "left"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(("cell", "state"), ("step", "loss", "tokens/s", "left"))
     for one in statuses:
         table.add_row(
             one.name,

@@ -8,10 +8,10 @@ from lightscale.config.fields import shown_value
 from lightscale.config.files import flat, load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.output.html import Html
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.study.counts import CellCounts, count
 from lightscale.study.history import RunCurve, run_curve
-from lightscale.study.report.html import Html
 from lightscale.study.report.pictures import Line, lines_picture
 from lightscale.study.scores import Scores, newest_scores
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lightscale.output.html import Html
 from lightscale.study.cells import Cell
 from lightscale.study.history import RunCurve
 from lightscale.study.published import SCORES, TABLE_5, TABLE_6, PublishedScores
-from lightscale.study.report.html import Html
 from lightscale.study.report.pictures import Line, lines_picture
 from lightscale.study.scores import Scores
 from lightscale.study.study import Study

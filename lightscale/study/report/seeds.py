@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightscale.output.html import Html
 from lightscale.study.cells import Cell
 from lightscale.study.definition import Axis
 from lightscale.study.history import RunCurve
-from lightscale.study.report.html import Html
 from lightscale.study.report.pictures import Dots, Line, dots_picture, lines_picture
 from lightscale.study.study import Study
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightscale.errors import UserError
+from lightscale.output.html import Html
 from lightscale.study.cells import Cell
 from lightscale.study.fit_output import WINDOW_HEADINGS, finish_all, fit, interval, window_row
 from lightscale.study.fits.curves import PFLOP_DAY
@@ -14,7 +15,6 @@ from lightscale.study.fits.frontier import FrontierEstimate
 from lightscale.study.history import RunCurve
 from lightscale.study.laws import BETWEEN, COUNTINGS, WINDOWS, ArchitectureLaws
 from lightscale.study.published import TABLE_3
-from lightscale.study.report.html import Html
 from lightscale.study.report.pictures import Line, curves_picture, isoflop_picture, laws_picture, lines_picture
 from lightscale.study.report.scores import add_scores
 from lightscale.study.report.seeds import add_seeds

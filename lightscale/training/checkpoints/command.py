@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from lightscale.config.arguments import add_run, require_run, run_path
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.output.progress import progress_bars
+from lightscale.output.terminal import plain_console
 from lightscale.parallel.shards import Box
 from lightscale.runs.followers import needed
 from lightscale.runs.lock import RunLock
@@ -154,7 +154,7 @@ def _list(args: argparse.Namespace) -> int:
             ranks = str(len(row["hosts"]))
             tokens = f"{row.get('tokens', 0):,}"
             table.add_row(f"{row['step']:,}", row["contents"], tokens, size, ranks, layout, written)
-        Console(highlight=False, markup=False).print(table)
+        plain_console().print(table)
     return EXIT_DIFFERENT if any("damage" in row for row in rows) else 0
 
 
@@ -169,11 +169,10 @@ def _summary(one: _Checkpoint) -> dict[str, Any]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    found = {}
-    # Standard output is for the result.
-    console = Console(stderr=True, highlight=False, markup=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for one in progress.track(_chosen(args.run), description="verifying"):
+    found, chosen = {}, _chosen(args.run)
+    with progress_bars(counts="checkpoints", is_kept=False) as progress:
+        for done, one in enumerate(chosen):
+            progress("verifying", done, len(chosen))
             found[one.name] = one.damage()
     if args.json:
         print(json.dumps({"checkpoints": [{**name._asdict(), "damage": damage} for name, damage in found.items()]}))
@@ -193,7 +192,7 @@ def _show(args: argparse.Namespace) -> int:
         tensors = {key: {"shape": parts[0].shape, "boxes": len(parts)} for key, parts in boxes.items()}
         print(json.dumps({"checkpoint": str(one.path), **facts, "tensors": tensors}))
         return 0
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     console.print(str(one.path), soft_wrap=True)
     for key, value in facts.items():
         console.print(f"  {key}: {json.dumps(value)}", soft_wrap=True)
@@ -214,7 +213,7 @@ def _diff(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"facts": facts, "tensors": rows}))
     else:
-        console = Console(highlight=False, markup=False)
+        console = plain_console()
         for key, (before, now) in facts.items():
             console.print(f"{key}: {json.dumps(before)} and {json.dumps(now)}", soft_wrap=True)
         table = Table("tensor", "largest difference", "RMSE / RMS of the first", box=None, pad_edge=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightscale import __version__
 from lightscale.errors import UserError
-from lightscale.training.checkpoints.manifest import sync
+from lightscale.files import sync
 from lightscale.training.health.fault_injection import fault_point
 
 if TYPE_CHECKING:

@@ -67,15 +67,6 @@ def write_synced(path: Path, content: bytes) -> FileRecord:
     return FileRecord(num_bytes=len(content), xxh3_128=xxhash.xxh3_128(content).hexdigest())
 
 
-def sync(path: Path) -> None:
-    """Wait until the file, or the entries of the directory, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_manifest(directory: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
     """Write and sync ``MANIFEST.json``; the directory's other files are already on disk."""
     body = {

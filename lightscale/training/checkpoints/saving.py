@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from lightscale.errors import UserError
+from lightscale.files import sync
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
@@ -45,7 +46,6 @@ from lightscale.training.checkpoints.directories import (
 from lightscale.training.checkpoints.manifest import (
     FileRecord,
     Manifest,
-    sync,
     write_manifest,
     write_synced,
 )

@@ -33,7 +33,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _tool(name: str) -> ModuleType:
-    path = Path(__file__).resolve().parents[3] / "tools" / f"{name}.py"
+    path = Path(__file__).resolve().parents[3] / "tools" / "texts" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

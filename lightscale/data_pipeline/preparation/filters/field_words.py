@@ -2,7 +2,7 @@
 
 datatrove's filters take spaCy's English words. These follow the same rules, with the abbreviations that are common in
 text: what stands between spaces loses marks at both ends, one after the other, and is then divided at marks within.
-``tests/data_pipeline/preparation/test_filters_field.py`` holds how far decisions agree.
+``tests/data_pipeline/preparation/filters/test_field.py`` holds how far decisions agree.
 """
 
 import re

@@ -1,0 +1,1 @@
+"""Estimates of a preparation: tokens, disk and time on one host; hours, memory and opens on many."""

@@ -1,0 +1,1 @@
+"""What people read: log streams, tables and progress on terminals, HTML pages."""

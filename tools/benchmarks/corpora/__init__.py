@@ -1,0 +1,1 @@
+"""What prepares and loads corpora, timed."""

@@ -1,0 +1,1 @@
+"""What a null run recorded, and what follows from it."""
