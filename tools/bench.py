@@ -22,6 +22,7 @@ from benchmarks import (
     checkpoint,
     convert,
     copying,
+    cpu_training,
     dedup,
     evaluate,
     evaluation_memory,
@@ -249,6 +250,12 @@ BENCHMARKS = {
         run=run_train,
         # A step of half a million tokens takes seconds, and there are nine lengths.
         repeats=2,
+    ),
+    "cpu-training": Benchmark(
+        summary="training steps of small models on one thread, tokens per CPU second, beside transformers' LLaMA",
+        add_arguments=cpu_training.add_arguments,
+        run=cpu_training.run,
+        threads=1,
     ),
     "learn": Benchmark(
         summary="a short training run by `lightscale train`: losses, tokens/s",
