@@ -74,7 +74,10 @@ def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """The report so far after every length."""
     settings = {name: getattr(args, name) for name in ("size", "lengths", "models", "repeats")}
     lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, start_mesh(device="cpu", init_method=f"file://{folder}/store") as mesh:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        start_mesh(device="cpu", init_method=f"file://{folder}/store") as mesh,
+    ):
         for length in args.lengths:
             lines += measure(Shape(size=args.size, length=length), args.models, args.repeats, mesh)
             figures = {"lines": lines.copy(), "targets": TARGETS, "verdict": {"missed": missed(lines, args.size)}}
