@@ -20,6 +20,7 @@ from rich.table import Table
 import plot_kernels
 from benchmarks import (
     checkpoint,
+    cpu_training,
     evaluate,
     evaluation_memory,
     exports,
@@ -243,6 +244,12 @@ BENCHMARKS = {
         run=run_train,
         # A step of half a million tokens takes seconds, and there are nine lengths.
         repeats=2,
+    ),
+    "cpu-training": Benchmark(
+        summary="training steps of small models on one thread, tokens per CPU second, beside transformers' LLaMA",
+        add_arguments=cpu_training.add_arguments,
+        run=cpu_training.run,
+        threads=1,
     ),
     "learn": Benchmark(
         summary="a short training run by `lightscale train`: losses, tokens/s",

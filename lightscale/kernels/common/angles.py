@@ -71,9 +71,16 @@ def phases_of(angles: Angles, dtype: torch.dtype) -> Phases:
 
     Whole turns are removed in fp64: in fp32 the product is off by 0.03 rad at one million tokens.
     """
-    angle = angles.positions.double()[..., None, None] * angles.theta.double()
-    if dtype != torch.float64:
-        angle = (angle - 2 * math.pi * (angle.detach() / (2 * math.pi)).round()).to(dtype)
+    return phases_at(angles.positions[..., None, None], angles.theta, dtype)
+
+
+def phases_at(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Phases:
+    """``phases_of`` where positions and theta are shaped so that their product has the shape of the phases."""
+    if dtype == torch.float64:
+        angle = positions.double() * theta.double()
+    else:
+        turns = positions.double() * (theta.double() / (2 * math.pi))
+        angle = (turns - turns.detach().round()).to(dtype) * (2 * math.pi)
     return angle.cos(), angle.sin()
 
 

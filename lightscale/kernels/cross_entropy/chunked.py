@@ -40,11 +40,20 @@ class Statistics(NamedTuple):
     target: Tensor  # logit of the label; 0 where another rank holds it
 
 
+OverRanks = Callable[[Statistics], Statistics]
+"""From the statistics of this rank's logits to those of all ranks together."""
+
+
 class Softmax(Protocol):
     """What a backend computes on the logits (tokens, V / ranks) of one chunk."""
 
     def statistics(self, logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
-        """One pass over the logits."""
+        """One pass over the logits, which may be overwritten."""
+
+    def statistics_and_gradient_(
+        self, logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
+    ) -> Statistics:
+        """The statistics of all ranks together; then as ``gradient_`` of the losses times ``factors`` (tokens,)."""
 
     def gradient_(self, logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
         """Replace the logits by (softmax - one-hot of the label) dlosses, and padding by 0.
@@ -55,28 +64,51 @@ class Softmax(Protocol):
 
 def statistics(logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
     """See ``Softmax``."""
+    return _exponentials_(logits, labels, ids)[0]
+
+
+def statistics_and_gradient_(
+    logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
+) -> Statistics:
+    """See ``Softmax``. The exponentials of the statistics, times a number for each token, are the gradient."""
+    own, exponentials = _exponentials_(logits, labels, ids)
+    found = over_ranks(own)
+    scale = factors / found.total
+    if found is not own:
+        scale = scale * (own.largest - found.largest).exp()
+    _finish_gradient_(exponentials.mul_(scale[:, None]), logits, labels, ids, factors)
+    return found
+
+
+def _exponentials_(logits: Tensor, labels: Tensor, ids: Ids) -> tuple[Statistics, Tensor]:
+    """The statistics and exp(logit - largest) (tokens, used), which is the logits' memory where these are wide."""
     scores = logits[:, : ids.used].to(state_dtype(logits.dtype))
     if ids.used == 0:
-        return Statistics(scores.new_full(labels.shape, -torch.inf), *(scores.new_zeros(2, len(labels))))
+        none = Statistics(scores.new_full(labels.shape, -torch.inf), *(scores.new_zeros(2, len(labels))))
+        return none, scores
     largest = scores.amax(dim=1)
     here, index = _index(labels, ids)
     target = scores.gather(1, index.unsqueeze(1)).squeeze(1).where(here, 0.0)
-    return Statistics(largest, (scores - largest.unsqueeze(1)).exp_().sum(dim=1), target)
+    exponentials = scores.sub_(largest.unsqueeze(1)).exp_()
+    return Statistics(largest, exponentials.sum(dim=1), target), exponentials
 
 
 def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
     """See ``Softmax``."""
+    # In place where the logits have the dtype of the arithmetic; of half precision one chunk is copied to fp32.
+    scores = logits[:, : ids.used].to(dlosses.dtype).sub_(found.largest[:, None])
+    _finish_gradient_(scores.exp_().mul_((dlosses / found.total)[:, None]), logits, labels, ids, dlosses)
+
+
+def _finish_gradient_(gradient: Tensor, logits: Tensor, labels: Tensor, ids: Ids, dlosses: Tensor) -> None:
+    """Take the labels' one-hot away from ``gradient`` (tokens, used), and put it into the logits."""
     logits[:, ids.used :] = 0
     if ids.used == 0:
         return
-    scores = logits[:, : ids.used]
-    # In place where the logits have the dtype of the arithmetic; of half precision one chunk is copied to fp32.
-    gradient = scores.sub_(found.largest[:, None]) if scores.dtype == dlosses.dtype else scores - found.largest[:, None]
-    gradient = gradient.exp_().mul_((dlosses / found.total)[:, None])
     here, index = _index(labels, ids)
     gradient.scatter_add_(1, index[:, None], -dlosses.where(here, 0.0)[:, None])
-    if gradient is not scores:
-        scores.copy_(gradient)
+    if gradient.dtype != logits.dtype:
+        logits[:, : ids.used] = gradient
 
 
 def _index(labels: Tensor, ids: Ids) -> tuple[Tensor, Tensor]:
@@ -93,6 +125,19 @@ def chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator
         chunk_tokens = loss_chunk_tokens(len(hidden), weight.shape[0] * hidden.element_size(), room)
     for start in range(0, len(hidden), chunk_tokens):
         yield slice(start, start + chunk_tokens)
+
+
+def logits_of_chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, Tensor]]:
+    """Each chunk of tokens and its logits (tokens, V / ranks), all in one memory: the next overwrites them.
+
+    A new memory for each would be page faults on a CPU, which take half as long as the product.
+    """
+    room = None
+    for tokens in chunks(hidden, weight, chunk_tokens):
+        some = hidden[tokens]
+        if room is None:
+            room = some.new_empty(len(some), len(weight))
+        yield tokens, torch.mm(some, weight.mT, out=room[: len(some)])
 
 
 class LossGradients:
@@ -138,22 +183,22 @@ def forward(
     ``gradients`` takes in those of the sum of the losses times ``factors`` (tokens,); None: they are not computed.
     """
     parts = []
+
+    def over_ranks(own: Statistics) -> Statistics:
+        return own if reduce is None else _over_ranks(own, reduce)
+
     with torch.autocast(hidden.device.type, enabled=False):
-        for tokens in chunks(hidden, weight, chunk_tokens):
-            logits = hidden[tokens] @ weight.mT
-            found = softmax.statistics(logits, labels[tokens], ids)
-            if gradients is not None and factors is not None:
-                # Now, not for all chunks together: the gradient needs the sums of all ranks.
-                found = found if reduce is None else _over_ranks(found, reduce)
-                softmax.gradient_(logits, labels[tokens], ids, found, factors[tokens])
-                gradients.add(tokens, logits)
-            parts.append(found)
-            # Or they would stand beside the next chunk's until those are made.
-            del logits
+        for tokens, logits in logits_of_chunks(hidden, weight, chunk_tokens):
+            if gradients is None or factors is None:
+                parts.append(softmax.statistics(logits, labels[tokens], ids))
+                continue
+            # Reduced now, not for all chunks together: the gradient needs the sums of all ranks.
+            parts.append(softmax.statistics_and_gradient_(logits, labels[tokens], ids, factors[tokens], over_ranks))
+            gradients.add(tokens, logits)
     if not parts:
         return Statistics(*hidden.new_zeros(3, 0, dtype=state_dtype(hidden.dtype)))
     found = Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    return found if reduce is None or gradients is not None else _over_ranks(found, reduce)
+    return found if gradients is not None else over_ranks(found)
 
 
 def _over_ranks(found: Statistics, reduce: Reduce) -> Statistics:
@@ -181,13 +226,11 @@ def backward(
     """The gradients of hidden and weight for any cotangents ``dlosses`` (tokens,), from the statistics of all ranks."""
     gradients = LossGradients(hidden, weight, needs)
     with torch.autocast(hidden.device.type, enabled=False):
-        for tokens in chunks(hidden, weight, chunk_tokens):
-            # The logits again, by the product that made them in forward: keeping them would take 2 V bytes a token.
-            logits = hidden[tokens] @ weight.mT
+        # The logits again, by the product that made them in forward: keeping them would take 2 V bytes a token.
+        for tokens, logits in logits_of_chunks(hidden, weight, chunk_tokens):
             part = Statistics(*(x[tokens] for x in found))
             softmax.gradient_(logits, labels[tokens], ids, part, dlosses[tokens])
             gradients.add(tokens, logits)
-            del logits
     return gradients.result()
 
 

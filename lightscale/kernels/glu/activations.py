@@ -18,15 +18,15 @@ def activate(x: Tensor, activation: str) -> Tensor:
     """The activation of x: x itself, 1 / (1 + e^-x), or x / (1 + e^-x)."""
     if activation == "none":
         return x
-    s = torch.sigmoid(x)
-    return s if activation == "sigmoid" else x * s
+    return torch.sigmoid(x) if activation == "sigmoid" else torch.nn.functional.silu(x)
 
 
-def activate_and_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activation of x and its derivative there."""
+def activate_bwd(x: Tensor, dvalue: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The activation of x, and the gradient of x by that of the activation, ``dvalue``, of x's dtype."""
+    value = activate(x, activation)
     if activation == "none":
-        return x, torch.ones_like(x)
-    s = torch.sigmoid(x)
+        return value, dvalue
+    # PyTorch's own backward passes: one pass over memory each.
     if activation == "sigmoid":
-        return s, s * (1 - s)
-    return x * s, s * (1 + x * (1 - s))
+        return value, torch.ops.aten.sigmoid_backward(dvalue, value)
+    return value, torch.ops.aten.silu_backward(dvalue, x)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.glu.activations import activate, activate_and_slope
+from lightscale.kernels.glu.activations import activate, activate_bwd
 
 
 @torch.no_grad()
@@ -20,9 +20,13 @@ def glu_bwd(x: Tensor, dout: Tensor, activation: str) -> Tensor:
     wide = state_dtype(x.dtype)
     gate, up = x.to(wide).chunk(2, dim=-1)
     dout = dout.to(wide)
-    value, slope = activate_and_slope(gate, activation)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dgate, dup = dx.chunk(2, dim=-1)
-    dgate.copy_(dout * up if activation == "none" else dout * up * slope)
-    dup.copy_(dout * value)
+    if activation == "none":
+        torch.mul(dout, up, out=dgate)
+        torch.mul(dout, gate, out=dup)
+        return dx
+    value, gradient = activate_bwd(gate, dout * up, activation)
+    dgate.copy_(gradient)
+    torch.mul(dout, value, out=dup)
     return dx

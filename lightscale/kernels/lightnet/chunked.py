@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.common.angles import Angles, Phases, angles_of, phases_of
+from lightscale.kernels.common.angles import Angles, Phases, angles_of, features, phases_at, phases_of
 from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_state
 from lightscale.kernels.lightnet.factors import LightNetChunkBatch, chunk_batches
@@ -38,8 +38,15 @@ DEFAULT_CHUNK_SIZE = 64
 
 
 def rotate(x: Tensor, phases: Phases | None) -> Tensor:
-    """φ(x): [x cos, x sin] (*, 2K), or x (*, K) itself without phases."""
-    return x if phases is None else torch.cat([x * phases[0], x * phases[1]], dim=-1)
+    """φ(x): [x cos, x sin] (*, 2K), or x (*, K) itself without phases; no gradients, unlike ``features``."""
+    if phases is None:
+        return x
+    width = x.shape[-1]
+    rotated = x.new_empty(*x.shape[:-1], 2 * width)
+    # Written in place: two products and their concatenation would pass twice over memory.
+    for half, phase in zip(rotated.split(width, dim=-1), phases, strict=True):
+        torch.mul(x, phase, out=half)
+    return rotated
 
 
 def rotate_back(x: Tensor, phases: Phases | None) -> Tensor:
@@ -96,8 +103,8 @@ class _Row:
         """cos and sin (B, G, H, L, K) each."""
         if self.angles is None:
             return None
-        cos, sin = phases_of(Angles(self.angles.theta, batch.cut.tokens(self.angles.positions)), self.dtype)
-        return cos.transpose(2, 3).contiguous(), sin.transpose(2, 3).contiguous()
+        positions = batch.cut.tokens(self.angles.positions)[:, :, None, :, None]
+        return phases_at(positions, self.angles.theta[:, None], self.dtype)
 
     def angle_gradient(self, batch: LightNetChunkBatch, of_angles: Tensor) -> Tensor:
         """dtheta (H, K), fp64, by the gradients (B, G, H, L, K) of the angles of these tokens."""
@@ -334,9 +341,9 @@ def recurrent_step(
         phases = None if angles is None else phases_of(angles, dtype)
         q_wide, k_wide, v_wide = q.to(dtype), k.to(dtype), v.to(dtype)
         # By itself a token's weight is 1 in every channel.
-        token = LightNetState(k_wide, rotate(torch.ones_like(k_wide), phases).unsqueeze(-1) * v_wide.unsqueeze(-2))
+        token = LightNetState(k_wide, features(torch.ones_like(k_wide), phases).unsqueeze(-1) * v_wide.unsqueeze(-2))
         state = merge(state, token)
-        o = (rotate(q_wide, phases).unsqueeze(-2) @ state.S).squeeze(-2)
+        o = (features(q_wide, phases).unsqueeze(-2) @ state.S).squeeze(-2)
         return o.to(v.dtype), state
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.glu.activations import activate, activate_and_slope
+from lightscale.kernels.glu.activations import activate, activate_bwd
 
 WIDEST = 4096
 """Channels that a Triton program holds without spilling registers."""
@@ -85,16 +85,16 @@ def norm_bwd(inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Ten
     h = x.to(rstd.dtype) * rstd.unsqueeze(-1)
     dgate = dweight = None
     if gate is not None:
-        value, slope = activate_and_slope(gate.to(rstd.dtype), gate_activation)
-        dgate = dy * h * slope
-        dgate = (dgate if weight is None else dgate * weight).to(gate.dtype)
+        dvalue = dy * h if weight is None else (dy * h).mul_(weight)
+        value, dgate = activate_bwd(gate.to(rstd.dtype), dvalue, gate_activation)
+        dgate = dgate.to(gate.dtype)
         dy = dy * value
     if weight is not None:
         dweight = (dy * h).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
         dy = dy * weight
     if sums is None:
         sums = (dy * h).sum(dim=-1)
-    dx = (dy - h * (sums / width).unsqueeze(-1)) * rstd.unsqueeze(-1)
+    dx = torch.addcmul(dy, h, (sums / width).unsqueeze(-1), value=-1).mul_(rstd.unsqueeze(-1))
     return NormGradients(dx.to(x.dtype), dweight, dgate)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.launch import on_device_of
-from lightscale.kernels.cross_entropy.chunked import Ids, Statistics
+from lightscale.kernels.cross_entropy.chunked import Ids, OverRanks, Statistics
 
 _BLOCK = 4096
 
@@ -86,6 +86,15 @@ def _(logits: Tensor, *_: Any) -> None:
 def statistics(logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
     """See ``chunked.Softmax``."""
     return Statistics(*_statistics_op(logits, labels, *ids))
+
+
+def statistics_and_gradient_(
+    logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
+) -> Statistics:
+    """See ``chunked.Softmax``. Exponentials that one pass wrote for the other would be more bytes than the logits."""
+    found = over_ranks(statistics(logits, labels, ids))
+    gradient_(logits, labels, ids, found, factors)
+    return found
 
 
 def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:

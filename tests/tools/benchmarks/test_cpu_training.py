@@ -1,0 +1,49 @@
+"""``tools/bench.py cpu-training``: its figures, models of one shape, and its targets."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from lightscale.models.accounting import parameter_terms
+
+
+@pytest.fixture(scope="module")
+def tool(tools_path: Path) -> ModuleType:
+    import bench
+
+    return bench.cpu_training
+
+
+@pytest.mark.usefixtures("tool")
+def test_figures_of_every_model(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["cpu-training", "--size", "tiny", "--lengths", "64", "--models", "tnl", "--repeats", "1", "--json"]
+    assert sys.modules["bench"].main(arguments) == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    other, own = figures["lines"]
+    assert (other["model"], own["model"]) == ("transformers LLaMA", "tnl")
+    assert other["times_transformers"] == 1
+    assert own["times_transformers"] == own["tokens_per_cpu_s"] / other["tokens_per_cpu_s"]
+    for line in (other, own):
+        assert line["tokens_per_step"] == 2048
+        assert line["tokens_per_cpu_s"] == pytest.approx(2048 / line["samples_s"][0])
+    assert figures["verdict"]["missed"] == [], "targets are for the size 3M"
+
+
+def test_llamas_have_one_shape(tool: ModuleType) -> None:
+    model = tool.Shape(size="3M", length=512).config("llama").model
+    other = LlamaForCausalLM(tool.llama_config(model, 512))
+    assert sum(parameter.numel() for parameter in other.parameters()) == sum(parameter_terms(model).values())
+
+
+def test_missed_targets_are_named(tool: ModuleType) -> None:
+    lines = [
+        {"model": "llama", "length": 512, "times_transformers": 1.1},
+        {"model": "tnl", "length": 8192, "times_transformers": 3.25},
+        {"model": tool.OTHER, "length": 512, "times_transformers": 1.0},
+    ]
+    assert tool.missed(lines, "3M") == ["tnl at 8192: 3.25 times, target 3.5"]

@@ -1,0 +1,183 @@
+"""Training steps on one thread of a CPU: tokens per CPU second of small models, beside transformers' LLaMA.
+
+Every step is complete: forward, backward, norm and clipping of the gradients, AdamW. transformers' LLaMA has the same
+shape, SDPA and PyTorch's fused AdamW. The models take turns in one process, on random tokens.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.train import random_batches
+from benchmarks.turns import BenchmarkReport, positive, time_in_turns
+from lightscale.config.files import load
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.build import build_engine
+
+MODELS = ("llama", "tnl", "hgrn2", "lightnet")
+OTHER = "transformers LLaMA"
+SHORT, LONG = 512, 8192
+# 2048 tokens, the step of configs/recipe/first-run.toml; at least one row.
+STEP_TOKENS = 2048
+TARGETS = {SHORT: dict.fromkeys(MODELS, 1.1), LONG: {"llama": 1.5, "tnl": 3.5, "hgrn2": 3.5, "lightnet": 3.5}}
+"""Least tokens per CPU second, as multiples of transformers' LLaMA."""
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One measured length."""
+
+    size: str
+    """A file of configs/size."""
+    length: int
+
+    def config(self, model: str) -> RunConfig:
+        """The run of ``model``, with the vocabulary of the recipe for CPUs."""
+        rows = max(1, STEP_TOKENS // self.length)
+        overrides = [
+            "data.store=random",
+            "train.validate_every=0",
+            f"data.sequence_length={self.length}",
+            f"train.global_batch_size={rows}",
+            f"train.micro_batch_size={rows}",
+        ]
+        root = Path(__file__).resolve().parents[2] / "configs"
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            parts = [root / "arch" / f"{model}.toml", root / "size" / f"{self.size}.toml"]
+            parts.append(root / "recipe" / "first-run.toml")
+            file.write(f"extends = {[str(part) for part in parts]}\n")
+            file.flush()
+            return load(Path(file.name), overrides)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Lengths, models and size."""
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[SHORT, LONG], help="tokens (default 512 8192)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument("--size", default="3M", help="file of configs/size (default 3M)")
+
+
+def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """The report so far after every length."""
+    settings = {name: getattr(args, name) for name in ("size", "lengths", "models", "repeats")}
+    lines: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        start_mesh(device="cpu", init_method=f"file://{folder}/store") as mesh,
+    ):
+        for length in args.lengths:
+            lines += measure(Shape(size=args.size, length=length), args.models, args.repeats, mesh)
+            figures = {"lines": lines.copy(), "targets": TARGETS, "verdict": {"missed": missed(lines, args.size)}}
+            yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
+
+
+def measure(shape: Shape, models: Sequence[str], repeats: int, mesh: Mesh) -> list[dict[str, Any]]:
+    """A line for each model at one length."""
+    configs = {model: shape.config(model) for model in models}
+    known = shape.config("llama")
+    steps = {OTHER: transformers_step(known)} | {model: own_step(config, mesh) for model, config in configs.items()}
+    samples_s = time_in_turns({name: {"step": step} for name, step in steps.items()}, repeats, clock=time.process_time)
+    tokens = known.train.global_batch_size * shape.length
+    speeds = {name: tokens / statistics.median(found["step"]) for name, found in samples_s.items()}
+    print(", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()), file=sys.stderr, flush=True)
+    return [
+        {
+            "model": name,
+            "length": shape.length,
+            "tokens_per_step": tokens,
+            "tokens_per_cpu_s": speed,
+            "times_transformers": speed / speeds[OTHER],
+            "samples_s": samples_s[name]["step"],
+        }
+        for name, speed in speeds.items()
+    ]
+
+
+def own_step(config: RunConfig, mesh: Mesh) -> Step:
+    """A step of training as `lightscale train` makes it."""
+    engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
+    batches = random_batches(config, mesh.device)
+
+    def step() -> None:
+        engine.forward_backward(batches)
+        engine.step(1e-4)
+
+    return step
+
+
+def transformers_step(config: RunConfig) -> Step:
+    """A step of transformers' LLaMA on the same tokens."""
+    # Slow to import, and an extra.
+    from transformers import LlamaForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(llama_config(config.model, config.data.sequence_length)).train()
+    options = config.optimizer
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=1e-4, betas=options.betas, weight_decay=options.weight_decay, fused=True
+    )
+    batches = [(one.tokens, one.labels.contiguous()) for one in random_batches(config, torch.device("cpu"))]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for tokens, labels in batches:
+            # Labels are shifted already: the loss is of all tokens, as in the other models.
+            module(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def llama_config(model: ModelConfig, length: int) -> Any:
+    """The shape of ``model`` as transformers describes it."""
+    from transformers import LlamaConfig  # noqa: PLC0415
+
+    return LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        max_position_embeddings=length,
+        tie_word_embeddings=model.tie_word_embeddings,
+        attn_implementation="sdpa",
+    )
+
+
+def missed(lines: list[dict[str, Any]], size: str) -> list[str]:
+    """The targets that figures miss; they are for the size 3M."""
+    judged = [
+        (line, TARGETS[line["length"]][line["model"]])
+        for line in lines
+        if size == "3M" and line["length"] in TARGETS and line["model"] != OTHER
+    ]
+    return [
+        f"{line['model']} at {line['length']}: {line['times_transformers']:.2f} times, target {target}"
+        for line, target in judged
+        if line["times_transformers"] < target
+    ]
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """A line for each model and length."""
+    made = Table(caption="\n".join(f"missed: {one}" for one in figures["verdict"]["missed"]) or None)
+    for heading in ("tokens", "model", "tokens / CPU s", f"times {OTHER}"):
+        made.add_column(heading, justify="left" if heading == "model" else "right")
+    for line in figures["lines"]:
+        cells = f"{line['tokens_per_cpu_s']:,.0f}", f"{line['times_transformers']:.2f}"
+        made.add_row(str(line["length"]), line["model"], *cells)
+    return made
