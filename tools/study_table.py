@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import RunDirectory, read_metrics, write_atomically
@@ -63,7 +64,12 @@ def draw(found: Losses, path: Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     # Grey reads on light and dark pages.
-    style = {"text.color": _GREY, "axes.labelcolor": _GREY, "axes.edgecolor": _GREY, "svg.hashsalt": "study"}
+    style: dict[Any, Any] = {
+        "text.color": _GREY,
+        "axes.labelcolor": _GREY,
+        "axes.edgecolor": _GREY,
+        "svg.hashsalt": "study",
+    }
     with mpl.rc_context({**style, "xtick.color": _GREY, "ytick.color": _GREY}):
         columns = min(_PANELS_PER_ROW, len(found))
         rows = -(-len(found) // columns)
