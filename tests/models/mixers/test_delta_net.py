@@ -22,6 +22,7 @@ from lightscale.exchange.files.weights import exported_tensors
 from lightscale.layers import DeltaForm, DeltaNetMixer, GatedDeltaNetMixer, KimiDeltaMixer
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.registry import mixer_spec
+from lightscale.parallel.megatron_optimizer import _decays_no_weight as takes_no_decay
 
 ROOT = Path(__file__).resolve().parents[3]
 plain = SimpleNamespace(**runpy.run_path(str(ROOT / "tests/helpers/plain_models.py")))
@@ -74,6 +75,11 @@ def measure(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
             dx, *gradients = torch.autograd.grad(o, [x, *own.values()], do)
             by_name = {f"decoder.layers.0.self_attention.{key}": dw for key, dw in zip(own, gradients, strict=True)}
             found[name] |= {"o": o.detach(), "dx": dx, "of mixer": by_name}
+    for name in ("gated", "kimi"):
+        with plain.built_model(MODELS[name], f"{init_method}-{name}", torch.bfloat16) as module:
+            mixer = module.decoder.layers[0].self_attention
+            kinds = {key: (weight.dtype, takes_no_decay(weight)) for key, weight in mixer.named_parameters()}
+            found[name]["in bf16"] = kinds
     return found
 
 
@@ -156,6 +162,15 @@ def test_decays_begin_where_they_should(built: dict[str, Any]) -> None:
         steps = torch.nn.functional.softplus(initial["decoder.layers.1.self_attention.step.dt_bias"])
         assert 0.01 <= rates.min() < rates.max() <= 16
         assert 0.99e-3 < steps.min() < steps.max() < 0.101
+
+
+@pytest.mark.parametrize("name", ["gated", "kimi"])
+def test_decays_and_the_norm_stay_wide_and_have_no_weight_decay(built: dict[str, Any], name: str) -> None:
+    """bf16 would round the steps of A away, and a decayed A would forget its rate."""
+    kinds = built[name]["in bf16"]
+    kept = {"decay.A_log", "step.dt_bias", "output_norm.weight"}
+    assert {key for key, (dtype, _) in kinds.items() if dtype == torch.float32} == kept
+    assert {key for key, (_, undecayed) in kinds.items() if undecayed} == kept
 
 
 # ----- layers of published models -------------------------------------------------------------------------------------
