@@ -17,6 +17,7 @@ No process groups, no Megatron, no Triton: on many GPUs, and at full speed, ``li
 """
 
 from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
+from lightscale.exchange.plain.delta_mixer import DeltaForm, DeltaNetMixer, GatedDeltaNetMixer, KimiDeltaMixer
 from lightscale.exchange.plain.lion import Lion, LionLITMixer, LionRetNetMixer, LionSMixer
 from lightscale.exchange.plain.mixers import (
     Attention,
@@ -58,10 +59,14 @@ __all__ = [
     "CosFormer2Mixer",
     "DecayMixer",
     "Decoder",
+    "DeltaForm",
+    "DeltaNetMixer",
+    "GatedDeltaNetMixer",
     "GatedForm",
     "GatedUnit",
     "HGRN2Form",
     "HGRN2Mixer",
+    "KimiDeltaMixer",
     "LightNetForm",
     "LightNetMixer",
     "Lion",

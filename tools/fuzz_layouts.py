@@ -1,6 +1,7 @@
 """Random models on random layouts, each beside one process: losses, gradients, weights, resumption, export.
 
     python tools/fuzz_layouts.py --cases 100 --seed 7
+    python tools/fuzz_layouts.py --cases 24 --mixer kimi-delta tnl            # only models with one of these mixers
     python tools/fuzz_layouts.py --case '{"world_size": 2, "keys": {…}}'      # one again, as a failure prints it
     python tools/fuzz_layouts.py --table cases.jsonl                          # which pairs were covered
 
@@ -31,6 +32,7 @@ from layout_fuzzing.drawing import Drawer, Drawn
 from layout_fuzzing.pool import RankError, RankPool
 from layout_fuzzing.running import FP32_LIMIT, FP64_LIMIT, Job, config_of
 from layout_fuzzing.stores import write_stores
+from lightscale.config.mixers import MIXERS
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 
@@ -45,16 +47,24 @@ _LIMITS = {
 """Of errors, by the jobs in their order."""
 
 
-def draw_valid(drawer: Drawer, stores: str) -> tuple[Drawn, int]:
-    """A case that validation takes, and how many it refused before."""
+def draw_valid(drawer: Drawer, stores: str, mixers: frozenset[str] = frozenset()) -> tuple[Drawn, int]:
+    """A case that validation takes, and how many it refused before; with ``mixers``, one that has any of them."""
     refused = 0
     while True:
         drawn = drawer.draw()
+        if mixers and not mixers & mixers_of(drawn):
+            continue
         try:
             config_of(drawn, stores)
             return drawn, refused
         except (UserError, ValidationError, ValueError):
             refused += 1
+
+
+def mixers_of(drawn: Drawn) -> set[str]:
+    """Names of the mixers of a case's layers."""
+    named = drawn.keys["model.mixer"]
+    return set(named) if isinstance(named, list) else {named}
 
 
 def failures(pool: RankPool, drawn: Drawn, stores: str) -> list[str]:
@@ -194,6 +204,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=60, help="number of cases (default: 60)")
     parser.add_argument("--seed", type=int, help="random seed (default: a new one each time, printed)")
+    parser.add_argument(
+        "--mixer", nargs="+", choices=MIXERS, default=[], help="only models with one of these mixers (default: any)"
+    )
     parser.add_argument("--case", help="one case, as JSON")
     parser.add_argument("--out", type=Path, help="append each case and its failures to this file, JSON lines")
     parser.add_argument("--table", type=Path, help="print the table of pairs of such a file, and exit")
@@ -212,7 +225,7 @@ def main() -> int:
         write_stores(Path(folder))
         for number in range(1 if given else args.cases):
             if given is None:
-                drawn, more = draw_valid(drawer, folder)
+                drawn, more = draw_valid(drawer, folder, frozenset(args.mixer))
                 refused += more
             else:
                 drawn = given

@@ -35,6 +35,7 @@ try:
     from megatron.core.tensor_parallel.mappings import (
         all_to_all_hp2sp,
         all_to_all_sp2hp,
+        copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,
         scatter_to_tensor_model_parallel_region,
@@ -75,6 +76,7 @@ __all__ = [
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
     "apply_factories",
+    "copy_to_tensor_model_parallel_region",
     "ensure_metadata_has_dp_cp_group",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",

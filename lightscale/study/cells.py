@@ -176,11 +176,14 @@ def _tables(
 
 def _twice(cells: Sequence[Cell]) -> Iterator[str]:
     names: dict[str, Cell] = {}
-    runs: dict[str, Cell] = {}
+    runs: dict[tuple[str, ...], Cell] = {}
     for cell in cells:
         if (other := names.setdefault(cell.name, cell)) is not cell:
             yield f"{cell.name}: two cells have this name: {_shown(other)} and {_shown(cell)}; rename a value"
-        elif cell.part == "main" and (other := runs.setdefault(cell.digest, cell)) is not cell:
+            continue
+        # Paths of stores may change on a resume and are not in the digest, but an axis may be the data.
+        run = cell.digest, *map(str, cell.config.data.store_paths.values())
+        if cell.part == "main" and (other := runs.setdefault(run, cell)) is not cell:
             yield f"{cell.name}: the same run as {other.name}; remove the axis or value without effect"
 
 

@@ -93,6 +93,17 @@ def test_shipped_run_gives_the_published_entry(
     assert (row.parameters_millions.computed, row.step_petaflops.computed) == (parameters / 1e6, flops / 1e15)
 
 
+@pytest.mark.parametrize("size", ["70m", "160m", "410m", "1b", "3b", "7b"])
+@pytest.mark.parametrize("mixer", ["gated-delta-net", "kimi-delta"])
+def test_delta_models_are_as_large_as_the_studys(mixer: str, size: str) -> None:
+    """The same depth, width and heads, and LLaMA's parameters within 1 %."""
+    model = config(f"{mixer}-{size}").model
+    _, layers, width, millions, _ = next(row for row in ENTRIES if row[0] == f"llama-{size}")
+    assert (model.num_layers, model.hidden_size, model.head_dim) == (int(layers), int(width), 128)
+    assert abs(count_parameters(model).rest / 1e6 - float(millions)) < 0.01 * float(millions)
+    assert model.intermediate_size % 64 == 0
+
+
 def test_table_has_all_entries_once() -> None:
     names = [f"{row.architecture}-{row.size}" for row in study_table(CONFIGS)]
     assert sorted(names) == sorted(row[0] for row in ENTRIES)

@@ -125,3 +125,5 @@ def test_two_cells_of_one_name_or_of_one_run(tmp_path: Path) -> None:
     same = '[axes.size.a]\nextends = "size/1M"\n[axes.size.b]\nextends = "size/1M"\n'
     with pytest.raises(UserError, match="b: the same run as a"):
         names(write_study(tmp_path, same))
+    stores = "".join(f'[axes.corpus.{x}]\nextends = "size/1M"\ndata.store = "data/{x}"\n' for x in "ab")
+    assert names(write_study(tmp_path, stores)) == ["a", "b"]

@@ -19,6 +19,7 @@ def cells(name: str) -> dict[str, Cell]:
 
 def test_the_shipped_studies_are_those() -> None:
     names = ["ablation-two-cores", "aspect-ratio", "aspect-ratio-two-cores", "characters-two-cores", "context-length"]
+    names.append("eight-mixers-two-cores")
     assert study_names() == [*names, "listops-two-cores", "masked-two-cores", "scaling-law", "two-cores"]
 
 
@@ -45,6 +46,19 @@ def test_models_that_read_characters_are_of_one_size() -> None:
     assert len(found) == 4 and {cell.config.model.vocab_size for cell in found} == {136}
     for cell in found:
         assert count(cell.config).parameters == pytest.approx(77.5e3, rel=0.05), cell.name
+
+
+def test_eight_mixers_read_the_same_data_by_one_recipe() -> None:
+    found = cells("eight-mixers-two-cores")
+    assert len(found) == 8 * 4 * 3
+    of_data: dict[str, list[Cell]] = {}
+    for cell in found.values():
+        of_data.setdefault(cell.values["data"], []).append(cell)
+        assert count(cell.config).parameters == pytest.approx(110e3, rel=0.1), cell.name
+    assert of_data.keys() == {"code", "help", "recall", "copying"}
+    for same in of_data.values():
+        assert len({cell.config.model.mixer for cell in same if isinstance(cell.config.model.mixer, str)}) == 8
+        assert len({(cell.config.total_steps, str(cell.config.data), str(cell.config.optimizer)) for cell in same}) == 1
 
 
 def test_studies_of_both_directions_give_all_the_same_recipe() -> None:

@@ -59,6 +59,32 @@ def test_random_models_on_random_layouts_are_those_of_one_process(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+DELTA = ("delta-net", "gated-delta-net", "kimi-delta")
+
+
+@pytest.mark.long
+def test_random_models_with_the_delta_rule_are_those_of_one_process(
+    fuzz: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """All mixers of it, alone and with older ones in a stack, on all axes and with all exchanges."""
+    from fuzz_layouts import mixers_of, read_case
+
+    out = tmp_path / "cases.jsonl"
+    done = fuzz("--cases", "24", "--seed", "3", "--mixer", *DELTA, "--out", str(out))
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = [read_case(json.dumps(json.loads(line)["case"])) for line in out.read_text().splitlines()]
+    assert len(cases) == 24 and all(mixers_of(case) & {*DELTA} for case in cases)
+    assert {*DELTA} <= set.union(*map(mixers_of, cases))
+    assert sum(bool(mixers_of(case) - {*DELTA}) for case in cases) >= 6, "stacks with older mixers"
+    assert {axis for case in cases for axis, ranks in case.axes().items() if ranks > 1} == {
+        "tensor", "pipeline", "sequence", "data",
+    }  # fmt: skip
+    exchanges = {case.keys["parallel.exchange"] for case in cases if case.axes()["sequence"] > 1}
+    assert exchanges == {"gather", "ring", "two_level"}
+    assert any(case.cuts is not None for case in cases), "uneven segments"
+
+
 @pytest.mark.long
 def test_a_fault_is_found_and_shrunk(
     fuzz: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -5,14 +5,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 from benchmarks.turns import BenchmarkReport, Ways, compare, passes, positive, time_in_turns
+from lightscale.kernels.delta_rule import delta_rule, delta_rule_reference
 from lightscale.kernels.gla import gla, gla_reference
 from lightscale.kernels.lightnet import Angles, lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import (
@@ -121,6 +123,14 @@ class Inputs:
         k = -torch.expm1(log_decay)
         return q, k.requires_grad_(), v, log_decay.requires_grad_()
 
+    def delta(self, num_tokens: int, *, by_channel: bool) -> tuple[Tensor, ...]:
+        """q and k of length 1, v, a decay per token and head or channel, and β."""
+        q, k, v = self.plain(num_tokens)
+        q, k = (normalize(x.detach(), dim=-1).requires_grad_() for x in (q, k))
+        log_decay, beta = (logsigmoid(torch.randn(q.shape, generator=self._generator) + 3) for _ in range(2))
+        beta = beta[..., 0].exp()
+        return q, k, v, (log_decay if by_channel else log_decay[..., 0]).requires_grad_(), beta.requires_grad_()
+
     def angles(self, num_tokens: int) -> tuple[Tensor, ...]:
         """q, k, v, and theta and positions of LRPE."""
         theta = torch.logspace(0, -4, self.num_heads * self.width).view(self.num_heads, self.width)
@@ -162,6 +172,14 @@ def operators(num_heads: int, width: int) -> dict[str, Operator]:
             fast=lambda q, k, v, *angles: lightnet_attention(q, k, v, angles=Angles(*angles), backend="chunked")[0],
             naive=lambda q, k, v, *angles: lightnet_attention_reference(q, k, v, angles=Angles(*angles))[0],
         ),
+        **{
+            mixer: Operator(
+                inputs=partial(inputs.delta, by_channel=by_channel),
+                fast=lambda *x: delta_rule(*x, backend="chunked")[0],
+                naive=lambda *x: delta_rule_reference(*x)[0],
+            )
+            for mixer, by_channel in (("gated-delta-net", False), ("kimi-delta", True))
+        },
         "tpe": Operator(
             inputs=inputs.stream,
             fast=lambda *x: tpe_scan(*x, backend="chunked")[0],

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 from lightscale.kernels.common.angles import Angles, features, phases_of
+from lightscale.kernels.delta_rule import delta_rule, delta_rule_reference
 from lightscale.kernels.gla import gla, gla_reference
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_attention_reference
 from lightscale.kernels.lightning import lightning_attention, lightning_attention_reference
@@ -90,6 +91,7 @@ def subjects(setting: Setting, *, with_fla: bool) -> list[Subject]:
         _token_decay(setting, with_fla=with_fla),
         _channel_decay(setting, with_fla=with_fla),
         *(_lightnet(setting, with_lrpe=with_lrpe, with_fla=with_fla) for with_lrpe in (False, True)),
+        *(_delta_rule(setting, by_channel=by_channel, with_fla=with_fla) for by_channel in (False, True)),
         _softmax(setting),
     ]
 
@@ -271,6 +273,31 @@ def _fla_lightnet(angles: Callable[..., Angles | None]) -> Form | None:
     return path
 
 
+def _delta_rule(setting: Setting, *, by_channel: bool, with_fla: bool) -> Subject:
+    """Keys and queries of length 1; decays of gated DeltaNet, per head, or of Kimi Delta Attention, per channel."""
+    beside = fla_kernel("kda", "chunk_kda") if by_channel else fla_kernel("gated_delta_rule", "chunk_gated_delta_rule")
+
+    def inputs(rows: int, tokens: int) -> tuple[Tensor, ...]:
+        q, k, v = (setting.leaf(rows, tokens, setting.width, seed) for seed in range(3))
+        q, k = (normalize(x.detach(), dim=-1).requires_grad_() for x in (q, k))
+        decay, beta = (setting.leaf(rows, tokens, setting.width if n else 1, 3 + n).detach() for n in (by_channel, 0))
+        log_decay = logsigmoid((decay if by_channel else decay[..., 0]).float() + 3)
+        return q, k, v, log_decay.requires_grad_(), torch.sigmoid(beta[..., 0]).requires_grad_()
+
+    width = setting.width
+    return Subject(
+        name=f"delta rule, decay per {'channel' if by_channel else 'head'}",
+        inputs=inputs,
+        ways=_beside(
+            lambda *x: delta_rule(*x)[0],
+            lambda *x: delta_rule_reference(*x)[0],
+            beside and (lambda q, k, v, log_decay, beta: beside(q, k, v, log_decay, beta, scale=1.0)[0]),
+            with_fla=with_fla,
+        ),
+        costs=delta_rule_costs(width, width, by_channel=by_channel) if setting.device.type == "cuda" else {},
+    )
+
+
 def _softmax(setting: Setting) -> Subject:
     """PyTorch's flash attention (on CPUs what PyTorch takes there), on views with heads before tokens."""
 
@@ -356,3 +383,33 @@ def lightnet_costs(K: int, V: int, *, with_lrpe: bool, chunk: int = 128) -> dict
         flops=6 * chunk * R + 4 * chunk * V + 10 * R * V,
     )
     return {FORWARD: forward, BOTH: forward + backward}
+
+
+def delta_rule_costs(K: int, V: int, *, by_channel: bool, chunk: int = 32) -> dict[str, Cost]:
+    """What operators/delta-rule.md counts, in half precision with fp32 decays; FLOPs of keys, values and states."""
+    key, value, pairs, state = 2 * K, 2 * V, 2 * chunk, 2 * K * V / chunk
+    scan_tiles, key_tiles, levels = -(-V // 32), -(-K // 64), (chunk - 1).bit_length() if by_channel else 1
+    # log α; the decays that scans read with β; and keys beside those that are read, from the chunk's edges.
+    decay = 4 * K if by_channel else 4
+    edges = 4 + (4 * K / chunk if by_channel else 8)
+    written = key if by_channel else 0
+    of_keys, of_values, through = 2 * chunk * K, 2 * chunk * V, 2 * K * V
+
+    prepare = Cost(
+        bytes=2 * key + decay + 2 * pairs + edges + (3 * key if by_channel else 0), flops=2 * levels * of_keys
+    )
+    outputs = Cost(bytes=2 * key + written + 2 * value + 2 * pairs + edges, flops=2 * of_values + 3 * through)
+    states = Cost(bytes=key + written + 2 * value + pairs + edges + state, flops=of_values + 2 * through)
+    # Parts of dβ by tile of values, written, read and added up.
+    parts = 4 * (2 * scan_tiles + 1)
+    cotangents = Cost(
+        bytes=2 * key + written + 3 * value + 2 * pairs + edges + parts + state, flops=2 * of_values + 3 * through
+    )
+    # The gradient of log α: of each channel, or in parts by tile of keys.
+    dlog_decay = 4 * K if by_channel else 4 * (2 * key_tiles + 1)
+    gradients = Cost(
+        bytes=4 * key + 3 * value + 2 * state + decay + edges + dlog_decay,
+        flops=2 * of_values + 4 * levels * of_keys + 3 * through,
+    )
+    forward = prepare + outputs
+    return {FORWARD: forward, BOTH: forward + prepare + states + cotangents + gradients}

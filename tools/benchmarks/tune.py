@@ -65,6 +65,19 @@ SEARCHES = {
             {"chunk": 256},
         ),
     ),
+    "delta_rule": Search(
+        subjects=("delta rule, decay per head", "delta rule, decay per channel"),
+        changes=(
+            {"scan_stages": 1},
+            {"scan_stages": 3},
+            {"state_value": 64, "state_elements": 8192, "scan_stages": 1},
+            {"prepared": 128},
+            {"channel_prepared": 64},
+            {"gradient": 32},
+            {"gradient_value": 32},
+            {"gradient_value": 128},
+        ),
+    ),
 }
 # A change counts when it takes off so much of the time; less is noise.
 LEAST_GAIN = 0.02

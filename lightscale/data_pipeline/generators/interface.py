@@ -17,6 +17,7 @@ from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT
 GENERATORS = {
     "copying": "lightscale.data_pipeline.generators.copying:Copying",
     "listops": "lightscale.data_pipeline.generators.listops:ListOps",
+    "mqar": "lightscale.data_pipeline.generators.mqar:MQAR",
 }
 """Name, which is that of its command ``lightscale data NAME`` and of the source, to "module:class"."""
 

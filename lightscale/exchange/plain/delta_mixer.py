@@ -1,5 +1,6 @@
 """The delta rule: DeltaNet, gated DeltaNet, and Kimi Delta Attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,33 +28,34 @@ class DeltaForm:
     output_norm_eps: float = 1e-5
 
 
-class DeltaMixer(nn.Module):
-    """The state is ``S``: (b, N, K, V), and with a convolution ``tail``: (b, W - 1, c), of q, k and v.
+class DeltaNetMixer(nn.Module):
+    """DeltaNet: no decay, no gate. The parts that the mixers of the delta rule share are here.
 
-    ``decay``: none, head or channel; ``gate``: none, silu (one matrix) or sigmoid (two matrices).
+    The state is ``S``: (b, N, K, V), and with a convolution ``tail``: (b, W - 1, c), of q, k and v.
+
+    Args:
+        hidden_size, num_heads: d, and the number of heads of queries and keys.
+        form: sizes and options; None: the defaults.
     """
 
+    decay = "none"
+    """none; head: a decay per head and token; channel: per channel of the keys as well."""
+    gate = "none"
+    """none; silu, of one matrix; sigmoid, of two matrices."""
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        decay: str,
-        gate: str,
-        form: DeltaForm | None = None,
-        gate_rank: int | None = None,
-    ) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, *, form: DeltaForm | None = None) -> None:
         super().__init__()
-        self.decay, self.gate, self.num_heads = decay, gate, num_heads
+        self.num_heads = num_heads
         self.form = form = form or DeltaForm()
+        if hidden_size % num_heads and not (form.key_head_dim and form.value_head_dim):
+            raise ValueError(f"hidden_size = {hidden_size} is not divisible by num_heads = {num_heads}")
         width = hidden_size // num_heads
         self.key_width, self.value_width = form.key_head_dim or width, form.value_head_dim or width
         self.value_heads = form.num_value_heads or num_heads
         if self.value_heads % num_heads:
-            raise ValueError(f"num_value_heads = {self.value_heads} is no multiple of num_heads = {num_heads}")
+            raise ValueError(f"num_value_heads = {self.value_heads} is not a multiple of num_heads = {num_heads}")
         keys, values = num_heads * self.key_width, self.value_heads * self.value_width
         self.sizes = [keys, keys, values]
         self.q_proj = nn.Linear(hidden_size, keys, bias=False)
@@ -65,20 +67,10 @@ class DeltaMixer(nn.Module):
         for name, size in zip(("q_conv", "k_conv", "v_conv"), self.sizes, strict=True):
             if form.short_convolution:
                 self.register_parameter(name, nn.Parameter(torch.empty(size, form.short_convolution)))
-        if decay != "none":
-            of_channels = (self.key_width,) if decay == "channel" else ()
+        if self.decay != "none":
+            of_channels = (self.key_width,) if self.decay == "channel" else ()
             self.A_log = nn.Parameter(torch.empty(self.value_heads))
             self.dt_bias = nn.Parameter(torch.empty(self.value_heads, *of_channels))
-        if decay == "head":
-            self.f_proj = nn.Linear(hidden_size, self.value_heads, bias=False)
-        if gate == "silu":
-            self.gate_proj = nn.Linear(hidden_size, values, bias=False)
-        if decay == "channel":
-            rank = width if gate_rank is None else gate_rank
-            self.forget_down = nn.Linear(hidden_size, rank, bias=False)
-            self.forget_up = nn.Linear(rank, self.value_heads * self.key_width, bias=False)
-            self.gate_down = nn.Linear(hidden_size, rank, bias=False)
-            self.gate_up = nn.Linear(rank, values, bias=False)
         self.begin()
 
     @torch.no_grad()
@@ -124,8 +116,7 @@ class DeltaMixer(nn.Module):
         """(b, n, N, 1) or (b, n, N, K), fp32 at least."""
         if self.decay == "none":
             return torch.zeros_like(beta)[..., None]
-        projected = self.forget_up(self.forget_down(x)) if self.decay == "channel" else self.f_proj(x)
-        step = projected.to(beta.dtype).unflatten(-1, (self.value_heads, -1))
+        step = self.forget(x).to(beta.dtype).unflatten(-1, (self.value_heads, -1))
         step = F.softplus(step + self.dt_bias.to(beta.dtype).view(self.value_heads, -1))
         return -self.A_log.to(beta.dtype).exp()[:, None] * step
 
@@ -134,13 +125,72 @@ class DeltaMixer(nn.Module):
         if self.gate == "none":
             o = rms_norm(o, self.o_norm, self.form.output_norm_eps)
         else:
-            gate = self.gate_proj(x) if self.gate == "silu" else self.gate_up(self.gate_down(x))
-            gate = gate.view(o.shape).to(wide_dtype(o))
+            gate = self.output_gate(x).view(o.shape).to(wide_dtype(o))
             # Rounded once, as in training.
             wide = rms_norm(o.to(gate.dtype), self.o_norm, self.form.output_norm_eps)
             o = (wide * (F.silu(gate) if self.gate == "silu" else torch.sigmoid(gate))).to(o.dtype)
         mixed: Tensor = self.o_proj(o.flatten(2))
         return mixed
+
+    def forget(self, x: Tensor) -> Tensor:
+        """(b, n, N) or (b, n, N K), before softplus."""
+        raise NotImplementedError(f"{type(self).__name__} has no decay")
+
+    def output_gate(self, x: Tensor) -> Tensor:
+        """(b, n, N V), before its activation."""
+        raise NotImplementedError(f"{type(self).__name__} has no gate")
+
+
+class GatedDeltaNetMixer(DeltaNetMixer):
+    """Gated DeltaNet: a decay per head, and a gate of full rank; the arguments of ``DeltaNetMixer``."""
+
+    decay, gate = "head", "silu"
+
+    def __init__(self, hidden_size: int, num_heads: int, *, form: DeltaForm | None = None) -> None:
+        super().__init__(hidden_size, num_heads, form=form)
+        self.f_proj = nn.Linear(hidden_size, self.value_heads, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, self.sizes[2], bias=False)
+
+    def forget(self, x: Tensor) -> Tensor:
+        """See ``DeltaNetMixer``."""
+        projected: Tensor = self.f_proj(x)
+        return projected
+
+    def output_gate(self, x: Tensor) -> Tensor:
+        """See ``DeltaNetMixer``."""
+        projected: Tensor = self.gate_proj(x)
+        return projected
+
+
+class KimiDeltaMixer(DeltaNetMixer):
+    """Kimi Delta Attention: a decay per channel of the keys, and a gate; each by two matrices.
+
+    Args:
+        hidden_size, num_heads, form: as of ``DeltaNetMixer``.
+        gate_rank: the inner width of decays and gate; None: hidden_size / num_heads.
+    """
+
+    decay, gate = "channel", "sigmoid"
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, form: DeltaForm | None = None, gate_rank: int | None = None
+    ) -> None:
+        super().__init__(hidden_size, num_heads, form=form)
+        rank = hidden_size // num_heads if gate_rank is None else gate_rank
+        self.forget_down = nn.Linear(hidden_size, rank, bias=False)
+        self.forget_up = nn.Linear(rank, self.value_heads * self.key_width, bias=False)
+        self.gate_down = nn.Linear(hidden_size, rank, bias=False)
+        self.gate_up = nn.Linear(rank, self.sizes[2], bias=False)
+
+    def forget(self, x: Tensor) -> Tensor:
+        """See ``DeltaNetMixer``."""
+        projected: Tensor = self.forget_up(self.forget_down(x))
+        return projected
+
+    def output_gate(self, x: Tensor) -> Tensor:
+        """See ``DeltaNetMixer``."""
+        projected: Tensor = self.gate_up(self.gate_down(x))
+        return projected
 
 
 def unit(x: Tensor) -> Tensor:
@@ -149,9 +199,9 @@ def unit(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
-DELTA_MIXERS = {
-    "delta-net": ("none", "none"),
-    "gated-delta-net": ("head", "silu"),
-    "kimi-delta": ("channel", "sigmoid"),
+DELTA_MIXERS: dict[str, Callable[..., DeltaNetMixer]] = {
+    "delta-net": DeltaNetMixer,
+    "gated-delta-net": GatedDeltaNetMixer,
+    "kimi-delta": KimiDeltaMixer,
 }
-"""The decay and the gate of each."""
+"""By the names that ``Shape.mixers`` has."""

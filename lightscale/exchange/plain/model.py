@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
-from lightscale.exchange.plain.delta_mixer import DELTA_MIXERS, DeltaForm, DeltaMixer
+from lightscale.exchange.plain.delta_mixer import DELTA_MIXERS, DeltaForm
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import (
     Attention,
@@ -170,8 +170,8 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
         case "decay-attention":
             return DecayMixer(*sizes, form=shape.scalar_decay, gate_rank=rank, eps=eps)
     if name in DELTA_MIXERS:
-        decay, gate = DELTA_MIXERS[name]
-        return DeltaMixer(*sizes, decay=decay, gate=gate, form=form, gate_rank=rank)
+        of_gate = {} if rank is None else {"gate_rank": rank}
+        return DELTA_MIXERS[name](*sizes, form=form, **of_gate)
     if name in LION_MIXERS:
         return LION_MIXERS[name](*sizes, lion=shape.lion.get(name), eps=eps)
     if name in RELATION_MIXERS:

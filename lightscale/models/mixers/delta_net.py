@@ -16,6 +16,7 @@ and are not decayed: e^A is 16 at most, and bf16 would round the steps of A away
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ from lightscale.models.specs.delta_net import (
 )
 from lightscale.models.specs.gated import gate_rank
 from lightscale.parallel.initialization import ones, set_initializer
-from lightscale.parallel.megatron import TransformerConfig
+from lightscale.parallel.megatron import TransformerConfig, copy_to_tensor_model_parallel_region
 from lightscale.parallel.sequence import DeltaRuleScan
 
 # Of the published layers: added to the square of a query's or key's length, and the range of e^A at first.
@@ -49,18 +50,23 @@ _RATES = 0.01, 16.0
 class HeadNorm(nn.Module):
     """RMS norm of each head's output with a weight that all heads share, times an activated gate."""
 
-    def __init__(self, config: TransformerConfig, width: int, eps: float) -> None:
+    def __init__(self, config: TransformerConfig, width: int, eps: float, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.group = eps, group
         dtype = torch.promote_types(config.params_dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=torch.cuda.current_device()))
-        # Tensor ranks hold other heads each: the engine sums the gradient over them.
+        # Tensor ranks hold other heads each. With Megatron's sequence parallelism the engine sums the gradient over
+        # them, of all layers at once; Megatron core sums nothing without it.
+        self.is_summed_by_engine = bool(config.sequence_parallel) or group.size() == 1
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         set_initializer(self.weight, ones)
 
     def forward(self, o: Tensor, gate: Tensor | None, activation: str) -> Tensor:
         """o, gate: (n, b, h, v) -> (n, b, h, v)."""
-        return norm(o, self.weight, gate=gate, gate_activation=activation, eps=self.eps)
+        weight = self.weight
+        if not self.is_summed_by_engine:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.group)
+        return norm(o, weight, gate=gate, gate_activation=activation, eps=self.eps)
 
 
 class DeltaNet(Mixer):
@@ -85,7 +91,7 @@ class DeltaNet(Mixer):
         self.kv_proj = column_parallel(config, d, shapes["kv_proj.weight"][0], std=std, group=group)
         self.q_proj = column_parallel(config, d, shapes["q_proj.weight"][0], std=std, group=group)
         self.out_proj = row_parallel(config, sizes.values, d, std=self.output_std, group=group)
-        self.output_norm = HeadNorm(config, sizes.value_width, self.own.output_norm_eps)
+        self.output_norm = HeadNorm(config, sizes.value_width, self.own.output_norm_eps, group)
         if width := sizes.convolution:
             self.kv_conv = ShortConvolution(config, sizes.keys + sizes.values, width, group)
             self.q_conv = ShortConvolution(config, sizes.keys, width, group)

@@ -18,8 +18,11 @@ from lightscale.config.layout import check_mixers
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
+from lightscale.exchange.files.weights import exported_tensors
+from lightscale.layers import DeltaForm, DeltaNetMixer, GatedDeltaNetMixer, KimiDeltaMixer
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.registry import mixer_spec
+from lightscale.parallel.megatron_optimizer import _decays_no_weight as takes_no_decay
 
 ROOT = Path(__file__).resolve().parents[3]
 plain = SimpleNamespace(**runpy.run_path(str(ROOT / "tests/helpers/plain_models.py")))
@@ -57,10 +60,34 @@ MODELS = {name: model_of(*options) for name, options in OPTIONS.items()}
 
 
 def measure(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
-    return {
-        name: plain.initial_and_disturbed(rank, world_size, f"{init_method}-{number}", model, plain.LENGTHS)
-        for number, (name, model) in enumerate(MODELS.items())
-    }
+    """The figures of each model on packed rows, and of its first mixer alone: output, and gradients by global name."""
+    found = {}
+    for number, (name, model) in enumerate(MODELS.items()):
+        rows = plain.batch(model, plain.LENGTHS)
+        with plain.built_model(model, f"{init_method}-{number}") as module:
+            initial = plain.weights_of(module)
+            plain.disturb(module)
+            found[name] = {"initial": initial, **plain.figures(module, rows)}
+            x, do = activations(model)
+            mixer = module.decoder.layers[0].self_attention
+            own = dict(mixer.named_parameters())
+            o = mixer.mix(x.transpose(0, 1), SequenceContext.of(rows["positions"])).transpose(0, 1)
+            dx, *gradients = torch.autograd.grad(o, [x, *own.values()], do)
+            by_name = {f"decoder.layers.0.self_attention.{key}": dw for key, dw in zip(own, gradients, strict=True)}
+            found[name] |= {"o": o.detach(), "dx": dx, "of mixer": by_name}
+    for name in ("gated", "kimi"):
+        with plain.built_model(MODELS[name], f"{init_method}-{name}", torch.bfloat16) as module:
+            mixer = module.decoder.layers[0].self_attention
+            kinds = {key: (weight.dtype, takes_no_decay(weight)) for key, weight in mixer.named_parameters()}
+            found[name]["in bf16"] = kinds
+    return found
+
+
+def activations(model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(b, n, d): the input of a mixer, and the gradient of its output."""
+    shape = (len(plain.LENGTHS), sum(plain.LENGTHS[0]), model.hidden_size)
+    x, do = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x.requires_grad_(), do
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +104,57 @@ def test_the_model_is_the_plain_one(built: dict[str, Any], name: str) -> None:
     plain.assert_equal(built[name], plain.plain_figures(model, built[name]["weights"], rows, mix))
 
 
+LAYERS = {"delta-net": DeltaNetMixer, "gated-delta-net": GatedDeltaNetMixer, "kimi-delta": KimiDeltaMixer}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layer_is_that_of_the_model(built: dict[str, Any], name: str) -> None:
+    """``lightscale.layers``, each document a row, read in parts: against the model's packed rows."""
+    (mixer, options), found = OPTIONS[name], built[name]
+    form = DeltaForm(**{key: value for key, value in options.items() if key != "gate_rank"})
+    rank = {"gate_rank": options["gate_rank"]} if "gate_rank" in options else {}
+    layer = LAYERS[mixer](36, 3, form=form, **rank).double()
+    prefix = "model.layers.0.mixer."
+    taken = {key.removeprefix(prefix): rows for key, rows in exported_tensors(MODELS[name], vocab_size=97).items()}
+    taken = {key: taken[key] for key in layer.state_dict()}
+    layer.load_state_dict({key: taken_rows(found["weights"], rows) for key, rows in taken.items()})
+    x, do = activations(MODELS[name])
+    outputs = []
+    for row, lengths in zip(x, plain.LENGTHS, strict=True):
+        for document in row.split(lengths):
+            o, whole = layer(document[None])
+            first, state = layer(document[None, :1])
+            # Padding before and behind the rest of the document.
+            rest = torch.cat([document[:3], document[1:], document[:2]])[None]
+            mask = (torch.arange(rest.size(1)) >= min(3, len(document)))[None]
+            mask[:, rest.size(1) - min(2, len(document)) :] = False
+            parts, state = layer(rest, state, mask)
+            assert plain.error(torch.cat([first, parts[mask][None]], dim=1), o) < 1e-10
+            assert state.keys() == whole.keys()
+            assert all(torch.allclose(state[key], whole[key], rtol=1e-9, atol=1e-12) for key in whole)
+            outputs.append(o[0])
+    o = torch.cat(outputs).view(do.shape)
+    assert plain.error(o, found["o"]) < 1e-10
+    dx, *gradients = torch.autograd.grad(o, [x, *layer.parameters()], do)
+    assert plain.error(dx, found["dx"]) < 1e-10
+    for (key, _), gradient in zip(layer.named_parameters(), gradients, strict=True):
+        expected = taken_rows(found["of mixer"], taken[key])
+        assert expected.norm() > 0 and plain.error(gradient, expected) < 1e-10, key
+
+
+def taken_rows(whole: dict[str, Tensor], rows: Any) -> Tensor:
+    weight = whole[rows.key]
+    return weight if rows.ranges is None else torch.cat([weight[first:last] for first, last in rows.ranges])
+
+
+def test_sizes_that_a_layer_cannot_have() -> None:
+    with pytest.raises(ValueError, match="hidden_size = 32 is not divisible by num_heads = 5"):
+        KimiDeltaMixer(32, 5)
+    assert DeltaNetMixer(32, 5, form=DeltaForm(key_head_dim=3, value_head_dim=2)).o_proj.in_features == 10
+    with pytest.raises(ValueError, match="num_value_heads = 6 is not a multiple of num_heads = 4"):
+        GatedDeltaNetMixer(32, 4, form=DeltaForm(num_value_heads=6))
+
+
 def test_decays_begin_where_they_should(built: dict[str, Any]) -> None:
     for name in ("gated", "kimi"):
         initial = built[name]["initial"]
@@ -84,6 +162,15 @@ def test_decays_begin_where_they_should(built: dict[str, Any]) -> None:
         steps = torch.nn.functional.softplus(initial["decoder.layers.1.self_attention.step.dt_bias"])
         assert 0.01 <= rates.min() < rates.max() <= 16
         assert 0.99e-3 < steps.min() < steps.max() < 0.101
+
+
+@pytest.mark.parametrize("name", ["gated", "kimi"])
+def test_decays_and_the_norm_stay_wide_and_have_no_weight_decay(built: dict[str, Any], name: str) -> None:
+    """bf16 would round the steps of A away, and a decayed A would forget its rate."""
+    kinds = built[name]["in bf16"]
+    kept = {"decay.A_log", "step.dt_bias", "output_norm.weight"}
+    assert {key for key, (dtype, _) in kinds.items() if dtype == torch.float32} == kept
+    assert {key for key, (_, undecayed) in kinds.items() if undecayed} == kept
 
 
 # ----- layers of published models -------------------------------------------------------------------------------------

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightscale.kernels.delta_rule import delta_rule_reference
 from lightscale.kernels.gla import gla_reference
 from lightscale.kernels.lightning import lightning_attention_reference
 
 ROOT = Path(__file__).resolve().parents[3]
 OPERATORS = [
     "constant decay", "constant decay 64 x 32", "constant decay with LRPE", "decay per token", "decay per channel",
-    "LightNet", "LightNet with LRPE", "softmax attention",
+    "LightNet", "LightNet with LRPE", "delta rule, decay per head",
+    "delta rule, decay per channel", "softmax attention",
 ]  # fmt: skip
 
 
@@ -103,6 +105,12 @@ def test_counts_of_the_operators(tools: SimpleNamespace) -> None:
     for with_lrpe, expected in ((False, (3328, 12288)), (True, (3840, 14080))):
         costs = tools.subjects.lightnet_costs(128, 128, with_lrpe=with_lrpe)
         assert (costs["forward"].bytes, costs["forward + backward"].bytes) == expected
+    for by_channel, expected in ((False, (1820, 10700)), (True, (3368, 15068))):
+        costs = tools.subjects.delta_rule_costs(128, 128, by_channel=by_channel)
+        assert (costs["forward"].bytes, costs["forward + backward"].bytes) == expected
+    # With decays of heads: two products of keys, two of values, and three through the state.
+    forward = tools.subjects.delta_rule_costs(64, 128, by_channel=False)["forward"].flops
+    assert forward == 2 * 2 * 32 * 64 + 2 * 2 * 32 * 128 + 3 * 2 * 64 * 128
 
 
 def test_the_floor_is_that_of_bytes_or_of_arithmetic(tools: SimpleNamespace) -> None:
@@ -138,12 +146,16 @@ def fla(monkeypatch: pytest.MonkeyPatch, tools: SimpleNamespace) -> None:
     def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None) -> Any:
         return gla_reference(q * (q.size(-1) ** -0.5 if scale is None else scale), k, v, g)
 
+    def chunk_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None) -> Any:
+        return delta_rule_reference(q * (q.size(-1) ** -0.5 if scale is None else scale), k, v, g, beta)
+
     def fused_additive_gate(x: Tensor) -> Any:
         z = x.logcumsumexp(1)
         return (x - z).exp(), torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1] - z[:, 1:]], 1), z[:, -1:]
 
     kernels: dict[str, Callable[..., Any]] = {
         "chunk_simple_gla": chunk_simple_gla, "chunk_gla": chunk_gla, "fused_additive_gate": fused_additive_gate,
+        "chunk_gated_delta_rule": chunk_delta, "chunk_kda": chunk_delta,
     }  # fmt: skip
     monkeypatch.setattr(tools.subjects, "fla_kernel", lambda module, name: kernels[name])
 
@@ -164,7 +176,7 @@ def test_without_fla_core_its_lines_are_missing_and_the_verdict_says_so(
     monkeypatch.setattr(tools.subjects, "find_spec", lambda name: None)
     figures = swept(tools)
     assert {x["way"] for x in figures["lines"]} == {"lightscale", "flash"}
-    assert len(figures["verdict"]["not_compared_with_fla"]) == 14
+    assert len(figures["verdict"]["not_compared_with_fla"]) == 18
     assert figures["verdict"]["missed"] == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-LINEAR = ("tnl", "cosformer2", "hgrn2", "lightnet", "tpe")
+LINEAR = ("tnl", "cosformer2", "hgrn2", "lightnet", "gated-delta-net", "kimi-delta", "tpe")
 SHORT, LONG = 512, 4096
 REPEATS = 3
 OPTIONS = ["--tokens", str(LONG), str(SHORT), "--heads", "2", "--width", "32", "--repeats", str(REPEATS)]

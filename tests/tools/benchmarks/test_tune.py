@@ -1,6 +1,6 @@
 """The search for tiles: what it tries, keeps and says, by times that are made up; and that launches read the tiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightscale.kernels.delta_rule import delta_rule
 from lightscale.kernels.gla import gla
 from lightscale.kernels.lightnet import lightnet_attention
 from lightscale.kernels.lightning import lightning_attention
@@ -59,7 +60,7 @@ def test_the_best_tiles_are_found_and_the_shipped_ones_are_back(tools: SimpleNam
     shipped = {operator: tiles_of(operator)._HALF for operator in tools.tune.SEARCHES}
     steps = list(tools.tune.tune(bench_of(tools, made_up_ms), tokens=10))
     found = steps[-1]
-    assert found.keys() == {"lightning", "gla", "lightnet"}
+    assert found.keys() == {"lightning", "gla", "lightnet", "delta_rule"}
     assert len(steps) == sum(1 + len(search.changes) for search in tools.tune.SEARCHES.values())
     assert found["gla"]["best"] == {"gradient_stages": 2, "width": 128}
     # 1 ms for 10 tokens of one head, forward and with backward.
@@ -125,25 +126,41 @@ OPERATORS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         lightnet_attention,
         ("scan_states", "weigh", "outputs", "query_gradients", "scan_cotangents", "key_gradients", "value_gradients"),
     ),
+    "delta_rule": (
+        delta_rule,
+        ("prepare_heads", "prepare_channels", "scan_forward", "scan_back", "gradients_heads", "gradients_channels"),
+    ),
 }
 
 
+def calls_of(operator: str) -> Iterator[tuple[list[torch.Tensor], dict[str, Any]]]:
+    """Tensors and options of each call."""
+    if operator == "delta_rule":
+        # Wide keys leave a tile of the state few columns, and narrow ones as many as it may have.
+        for width in (64, 256):
+            q, k, v = (torch.ones(1, 600, 1, width) for _ in range(3))
+            beta = torch.ones(1, 600, 1)
+            yield [q, k, v, -beta, beta], {}
+            yield [q, k, v, -torch.ones_like(k), beta], {}
+        return
+    leaves = [torch.ones(1, 600, 1, 512) for _ in range(3)]
+    if operator == "gla":
+        leaves.append(-torch.ones_like(leaves[0]))
+    yield leaves, {}
+    if operator == "lightning":
+        angle = import_module("lightscale.kernels.common.angles").Angles
+        yield leaves, {"angles": angle(torch.ones(1, 512), torch.arange(600)[None])}
+
+
 def launches_of(operator: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Of forward and backward passes with and without angles, at widths and lengths that every tile cuts."""
+    """Of forward and backward passes in each form, at widths and lengths that every tile cuts."""
     run, kernels = OPERATORS[operator]
     passes, launches = import_module(f"lightscale.kernels.{operator}.triton.passes"), list[Any]()
     for kernel in kernels:
         monkeypatch.setattr(passes, kernel, Recorder(launches))
-    shape = (1, 600, 1, 512)
-    for angles in (False, True) if operator == "lightning" else (False,):
-        leaves = [torch.ones(shape, requires_grad=True) for _ in range(3)]
-        if operator == "gla":
-            leaves.append((-torch.ones(shape)).requires_grad_())
-        options: dict[str, Any] = {"backend": "triton"}
-        if angles:
-            angle = import_module("lightscale.kernels.common.angles").Angles
-            options["angles"] = angle(torch.ones(1, 512), torch.arange(600)[None])
-        o, _ = run(*leaves, **options)
+    for tensors, options in calls_of(operator):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        o, _ = run(*leaves, backend="triton", **options)
         torch.autograd.grad(o.sum(), leaves)
     return launches
 
