@@ -62,9 +62,11 @@ test-long: install
 	$(PYTEST) -m $(LONG) $(RANKS) || test $$? -eq 5
 	$(PYTEST) -m $(LONG) $(ALONE) || test $$? -eq 5
 
-# The full counts of restarts and faults: about an hour.
+# The full counts of restarts and faults: about an hour. And all cases of the products of which a run draws some.
+DRAWN := $$(grep --recursive --files-with-matches 'helpers" / "drawing.py' tests --include 'test_*.py')
 test-soak: install
 	$(PYTEST) -m soak
+	LIGHTSCALE_TEST_SEED=all $(PYTEST) --numprocesses $(JOBS) --dist loadfile $(DRAWN)
 
 # With lm-eval, in an environment of its own: it needs a package (chardet) whose licence `make check` does not allow.
 EVAL_VENV := .venv-eval
