@@ -1,7 +1,6 @@
 """LightNet's operator: the chunked form and its passes against the fp64 recurrence, with every gradient."""
 
 import runpy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +32,7 @@ from lightscale.kernels.lightnet import (
 from lightscale.kernels.lightnet.chunked import LightNetGradients
 from lightscale.kernels.lightnet.state import by_row
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
 boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
 
@@ -133,14 +133,16 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     return results | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
-@pytest.mark.parametrize("with_angles", [True, False], ids=["lrpe", "plain"])
-@pytest.mark.parametrize("with_state", [True, False], ids=["state", "empty"])
+SHAPES = [(1, (8, 8)), (15, (60, 60)), (63, (32, 32)), (130, (64, 32)), (300, (20, 28))]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "widths"),
-    [(1, (8, 8)), (15, (60, 60)), (63, (32, 32)), (300, (64, 32)), (500, (20, 28))],
-    ids=lambda x: str(x).replace(", ", "x"),
+    ("shape", "with_state", "with_angles"),
+    drawing.covering("lightnet's shapes", SHAPES, (True, False), (True, False)),
+    ids=str,
 )
-def test_equals_recurrence(tokens: int, widths: tuple[int, int], with_state: bool, with_angles: bool) -> None:
+def test_equals_recurrence(shape: tuple[int, tuple[int, int]], with_state: bool, with_angles: bool) -> None:
+    tokens, widths = shape
     case = make_case(1, tokens, widths, with_state=with_state, with_angles=with_angles, seed=tokens)
     assert_close(run(case), run(case, "oracle"), 1e-10)
 
@@ -187,11 +189,12 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("starts", DOCUMENTS.values(), ids=DOCUMENTS.keys())
-@pytest.mark.parametrize("scale", [1.0, 40.0])
-def test_documents_equal_separate_runs(starts: list[list[int]], scale: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "scale"), drawing.covering("lightnet's documents", list(DOCUMENTS), (1.0, 40.0), strength=1)
+)
+def test_documents_equal_separate_runs(name: str, scale: float) -> None:
     """Every document by itself, which also checks how the reference treats boundaries."""
-    case = make_case(2, 200, (8, 12), starts=starts, scale=scale)
+    case = make_case(2, 200, (8, 12), starts=DOCUMENTS[name], scale=scale)
     assert case.angles is not None and case.cu_seqlens is not None
     assert case.z is not None and case.S is not None
     expected = {f"d{n}": torch.zeros_like(getattr(case, n)) for n in INPUTS}
@@ -435,12 +438,13 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize(("change", "level"), EXTREMES.values(), ids=EXTREMES.keys())
-@pytest.mark.parametrize("starts", [None, [[90], [64, 65, 150]]], ids=["whole", "documents"])
-@pytest.mark.parametrize("with_state", [True, False], ids=["state", "empty"])
-def test_extreme_keys_in_fp32(
-    change: Callable[[Case], Case], level: float, starts: list[list[int]] | None, with_state: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "starts", "with_state"),
+    drawing.covering("extreme keys", list(EXTREMES), (None, [[90], [64, 65, 150]]), (True, False)),
+    ids=str,
+)
+def test_extreme_keys_in_fp32(name: str, starts: list[list[int]] | None, with_state: bool) -> None:
+    change, level = EXTREMES[name]
     case = change(make_case(2, 200, (16, 12), starts=starts, with_state=with_state))
     if case.z is not None:
         case = replace(case, z=case.z + level)

@@ -129,7 +129,7 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
 # Every number of tokens with every width, and each of both with and without a state that enters.
 SHAPES = [
     pytest.param(tokens, widths, (i + j) % 2 == 0, id=f"{tokens}-{widths[0]}x{widths[1]}")
-    for i, tokens in enumerate((1, 15, 63, 500, 1000))
+    for i, tokens in enumerate((1, 15, 63, 130, 300))
     for j, widths in enumerate(((32, 32), (60, 60), (128, 128), (64, 32)))
 ]
 
@@ -464,13 +464,13 @@ def test_a_token_changes_nothing_before_it_or_in_other_documents(token: int) -> 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str
 )
-@pytest.mark.parametrize("starts", [None, [[64, 333], [1, 100]]], ids=["angles", "documents"])
+@pytest.mark.parametrize("starts", [None, [[64, 133], [1, 100]]], ids=["angles", "documents"])
 def test_lower_precision(dtype: torch.dtype, tolerance: float, starts: list[list[int]] | None) -> None:
     """Outputs and gradients have the inputs' dtype, states and the gradients of decays and angles are fp32, as exact
     as that: what is rounded are the inputs, which the oracle has too.
     """
     with_angles = starts is None
-    case = make_case(2, 500, (32, 32), decays=DECAYS, starts=starts, with_angles=with_angles)
+    case = make_case(2, 200, (32, 32), decays=DECAYS, starts=starts, with_angles=with_angles)
     rounded = case.to(dtype, torch.float32)
     results, expected = run(rounded), run(rounded.to(torch.float64, torch.float64), "oracle")
     halves, wide = ("o", "dq", "dk", "dv"), ["state", "dlog_decay", "dinitial_state", *["dtheta"] * with_angles]
