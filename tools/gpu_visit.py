@@ -70,10 +70,16 @@ def _train(limit_s: float, config: str, lengths: tuple[int, ...], *more: str) ->
     )
 
 
+def _measured(limit_s: float, name: str) -> Part:
+    command = (sys.executable, "tools/gpu_measurements.py", name, "--out", _FOLDER)
+    return Part(limit_s=limit_s, command=command, small=("--small",))
+
+
 _OPERATORS = ("tests/gpu/test_operators_on_gpu.py", "tests/gpu/test_lightning_on_gpu.py")
 _LARGEST = "more_than_two_to_the_31"
 _FEW = ("-k", "test_equals_the_reference_in_fp64 and (norm and float32-1000 or silu-float32)")
 PARTS = {
+    "environment": _measured(60, "environment"),
     "operators": _tests(170, 8, *_OPERATORS, without=_LARGEST, small=_FEW),
     "models": _tests(100, 6, "tests/gpu/test_on_gpu.py", without="bf16_training", small=("--small", "-k", "tnl")),
     "tnl": _train(60, "tnl-1b", (8192, 65536)),
@@ -84,9 +90,12 @@ PARTS = {
         small=("--small", "--repeats", "1"),
     ),
     "hgrn2": _train(50, "hgrn2-1b", (8192, 65536)),
+    "profile": _measured(50, "profile"),
+    "run": _measured(70, "run"),
     "bf16": _tests(60, 1, "tests/gpu/test_on_gpu.py", without="equals_the_cpu", small=("--small",)),
     "lightnet": _train(50, "lightnet-1b", (8192, 65536)),
     "llama": _train(50, "llama-1b", (8192, 65536)),
+    "losses": _measured(120, "losses"),
     "int32": _tests(90, 1, *_OPERATORS, without=f"^(?!.*{_LARGEST})"),
     "long": _train(60, "tnl-1b", (262144,)),
     "million": _train(80, "tnl-160m", (1048576,), "--recompute", "full"),

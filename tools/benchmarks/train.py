@@ -22,12 +22,14 @@ import torch
 from rich.table import Table
 
 from lightscale.config.files import load
+from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.errors import UserError
 from lightscale.models.flops import training_flops_per_token
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import start_mesh
+from lightscale.planning.memory import fullest_rank
 from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.training.build import build_engine
 from lightscale.training.memory import peak_memory_bytes
@@ -225,6 +227,7 @@ def measure(case: Case) -> dict[str, Any]:
         "flops_per_token": flops,
         "mfu": None if peak_flops is None else tokens_per_s * flops / peak_flops,
         "peak_memory_bytes": peak,
+        "planned_memory_bytes": fullest_rank(config, check_layout(config, 1)).total_bytes,
     }
 
 
@@ -260,7 +263,7 @@ def table(figures: dict[str, Any]) -> Table:
     missed = [f"missed: {one}" for one in figures["verdict"]["missed"]]
     found = Table(caption="\n".join([*failures, *missed]) or None)
     reference = f"÷ {figures['reference_length']:,}"
-    for name in ("length", "micro-batch", "recompute", "s a step", "tokens/s", reference, "MFU", "peak memory"):
+    for name in ("length", "micro-batch", "recompute", "s a step", "tokens/s", reference, "MFU", "peak memory", "planned"):
         found.add_column(name, justify="right")
     for length, row in figures["lengths"].items():
         found.add_row(
@@ -271,7 +274,7 @@ def table(figures: dict[str, Any]) -> Table:
             f"{row['tokens_per_s']:,.0f}",
             f"{row['ratio']:.2f}" if "ratio" in row else "",
             "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            f"{row['peak_memory_bytes'] / 2**30:.2f} GiB",
+            *(f"{row[name] / 2**30:.2f} GiB" for name in ("peak_memory_bytes", "planned_memory_bytes")),
         )
     return found
 
