@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """A folder that installs lightscale on a machine without a network: ``make bundle PYTHON_VERSION=3.12 TORCH=2.11.0``.
 
-It has the wheels of all packages that the named environment lacks, and the source. There,
-``bash FOLDER/install.sh`` installs them into a folder of its own and imports each.
+It has the wheels of all packages that the named environment lacks, the source, and a small token store, the corpus of
+``gpu_measurements.py``. There, ``bash FOLDER/install.sh`` installs them into a folder of its own and imports each.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from gpu_measurements import STORE_COMMAND
+from lightscale import cli
 from lightscale.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     platforms += ["--platform", f"manylinux2014_{args.machine}"]
     target = ["--python-version", args.python_version, "--only-binary=:all:", *platforms]
     try:
-        for old in ("wheels", "source"):
+        for old in ("wheels", "source", "store"):
             shutil.rmtree(args.out / old, ignore_errors=True)
         args.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
@@ -133,11 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         packages = [one for one in missing(found, ["torch", "triton"]) if not one.startswith("lightscale==")]
         pip("download", "--quiet", "--no-deps", "--dest", str(args.out / "wheels"), *packages, target=target)
         _copy_source(args.out / "source")
+        if code := cli.main([*STORE_COMMAND, str(args.out / "store")]):
+            return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.EXIT_CODE
     (args.out / "install.sh").write_text(INSTALL.replace("IMPORTS", " ".join(IMPORTS)), encoding="utf-8")
-    print(f"{len(packages)} wheels and the source in {args.out}; there: bash install.sh")
+    print(f"{len(packages)} wheels, the source and a token store in {args.out}; there: bash install.sh")
     return 0
 
 

@@ -32,6 +32,11 @@ PACKAGES = ("torch", "triton", "numpy", "megatron-core", "zarr", "pydantic", "fl
 IMPORTS = ("lightscale.cli", "lightscale.training.train", "lightscale.data_pipeline", "megatron.core", "zarr")
 STORE = Path(os.environ.get("LIGHTSCALE_STORE", ROOT.parent / "store"))
 """Tokens that came with the bundle (``make bundle``); without them the corpus is prepared first."""
+STORE_COMMAND = (
+    *("data", "prepare", "--corpus", "stdlib", "--vocab-size", "4096", "--validation", "0.02"),
+    "--out",
+)
+"""Makes it, with a folder behind it."""
 LONG_GAP_US = 20
 MOST_LOSS_ERROR = 0.05
 """Nats between bf16 on a GPU and on a CPU over the first 30 steps, of losses around 8."""
@@ -171,9 +176,7 @@ def _store(folder: Path) -> Path:
         return STORE
     made = folder / "store"
     if not made.exists():
-        _lightscale(
-            "data", "prepare", "--corpus", "stdlib", "--out", str(made), "--vocab-size", "4096", "--validation", "0.02"
-        )  # fmt: skip
+        _lightscale(*STORE_COMMAND, str(made))
     return made
 
 

@@ -263,7 +263,17 @@ def table(figures: dict[str, Any]) -> Table:
     missed = [f"missed: {one}" for one in figures["verdict"]["missed"]]
     found = Table(caption="\n".join([*failures, *missed]) or None)
     reference = f"÷ {figures['reference_length']:,}"
-    for name in ("length", "micro-batch", "recompute", "s a step", "tokens/s", reference, "MFU", "peak memory", "planned"):
+    for name in (
+        "length",
+        "micro-batch",
+        "recompute",
+        "s a step",
+        "tokens/s",
+        reference,
+        "MFU",
+        "peak memory",
+        "planned",
+    ):
         found.add_column(name, justify="right")
     for length, row in figures["lengths"].items():
         found.add_row(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +166,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def deviations(loaded: LoadedModel) -> list[list[float]]:
+def deviations(loaded: LoadedModel, cuts: Sequence[list[int]] = CUTS) -> list[list[float]]:
     """For each way to cut 200 tokens, the error of the logits against the parallel form at the end of each part."""
     ids = torch.randint(420, (200,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         parallel = loaded.model(ids[None], torch.arange(200)[None])[0, :, :420]
 
     errors = [[error(Document(loaded.model, prefill_tokens=33).feed(ids.tolist()), parallel[-1])]]
-    for parts in CUTS:
+    for parts in cuts:
         document, of_parts = Document(loaded.model), []
         for part in ids.split(parts):
             logits = document.feed(part.tolist())
