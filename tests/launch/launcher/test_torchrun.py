@@ -71,7 +71,9 @@ def test_a_crash_shows_the_traceback_of_the_rank_that_failed_and_no_other(ending
     assert shown[-1] == "resume from the newest checkpoint with: the same command"
     logs = ended.run / "logs" / "launch-0001"
     assert "ZeroDivisionError" in (logs / "rank-1.err").read_text()
-    assert re.search("Connection (closed|reset) by peer", (logs / "rank-0.err").read_text())
+    # Empty where the machine is so busy that the rank is ended before it meets the loss.
+    of_rank_0 = (logs / "rank-0.err").read_text()
+    assert not of_rank_0 or re.search("Connection (closed|reset) by peer", of_rank_0)
     assert ended.status["status"] == "resumable"
     assert ended.status["reason"] == "rank 1: ZeroDivisionError: the second rank is broken (step 5, reading data)"
     events = [json.loads(line) for line in (ended.run / "events.jsonl").read_text().splitlines()]
