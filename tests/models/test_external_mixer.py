@@ -297,7 +297,9 @@ def test_it_trains_alike_on_one_rank_and_on_two(measured: dict[str, list[dict[st
                 assert abs(found[0] - expected[0]) < 1e-5, axes
                 assert found[1].keys() == expected[1].keys()
                 for name in expected[1]:
-                    assert tiny.error(found[1][name], expected[1][name]) < 1e-4, f"{axes}: gradient of {name}"
+                    # One number is a sum over all tokens that nearly cancels: fp32's rounding is more of it.
+                    most = 1e-4 if expected[1][name].numel() > 1 else 1e-3
+                    assert tiny.error(found[1][name], expected[1][name]) < most, f"{axes}: gradient of {name}"
 
 
 def test_an_axis_that_it_cannot_be_split_on_is_refused(measured: dict[str, list[dict[str, Any]]]) -> None:

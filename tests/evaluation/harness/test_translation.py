@@ -214,7 +214,7 @@ def test_another_version_is_refused(some_tasks: Path) -> None:
 def test_a_missing_file_is_named_with_what_makes_it(some_tasks: Path) -> None:
     (some_tasks / "mine.toml").write_text('kind = "csr"\nlm_eval = "0.4.13"\n')
     (found,) = find_tasks([str(some_tasks / "mine.toml")], some_tasks)
-    with pytest.raises(UserError, match=r"csr/boolq\.jsonl is missing.*tools/benchmark_data\.py"):
+    with pytest.raises(UserError, match=r"csr/boolq\.jsonl is missing.*tools/texts/benchmark_data\.py"):
         found.check(None)  # type: ignore[arg-type]
 
 
