@@ -66,7 +66,7 @@ test-long: install
 DRAWN := $$(grep --recursive --files-with-matches 'helpers" / "drawing.py' tests --include 'test_*.py')
 test-soak: install
 	$(PYTEST) -m soak
-	LIGHTSCALE_TEST_SEED=all $(PYTEST) --numprocesses $(JOBS) --dist loadfile $(DRAWN)
+	LIGHTSCALE_TEST_SEED=all $(PYTEST) -m 'not soak and not gpu and not twin' --numprocesses $(JOBS) --dist loadfile $(DRAWN)
 
 # With lm-eval, in an environment of its own: it needs a package (chardet) whose licence `make check` does not allow.
 EVAL_VENV := .venv-eval

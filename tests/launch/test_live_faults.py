@@ -6,6 +6,7 @@ The tables in docs/reference/faults.md say what happens at each of them.
 import contextlib
 import fcntl
 import os
+import runpy
 import shutil
 import signal
 import struct
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from lightscale.launch.launcher.rank import rank_of
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.health.fault_injection import fault_file
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "drawing.py")))
 pytestmark = pytest.mark.timeout(900)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,7 +229,7 @@ def test_the_run_cannot_be_written_for_a_while_and_a_rank_dies(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step_s", [-86400, 86400])
+@pytest.mark.parametrize("step_s", drawing.some("clock", [-86400, 86400], 1))
 def test_the_clock_is_set_and_a_rank_dies(
     start: StartJob, undisturbed: dict[int, tuple[Any, ...]], tmp_path: Path, needs: Callable[..., None], step_s: int
 ) -> None:

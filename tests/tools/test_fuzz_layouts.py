@@ -62,7 +62,7 @@ def test_random_models_on_random_layouts_are_those_of_one_process(
 DELTA = ("delta-net", "gated-delta-net", "kimi-delta")
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_random_models_with_the_delta_rule_are_those_of_one_process(
     fuzz: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from lightscale.evaluation.inference.requests import (
 )
 from lightscale.evaluation.inference.scoring import Scorer, ScoringSettings
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "parity.py")))
 # A machine that others use too is slow at times.
 pytestmark = pytest.mark.timeout(600)
@@ -187,7 +188,7 @@ MANY = {2: TWO, 4: [*FOUR, "tensor=4", "sequence=4", "tensor=2"]}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", MANY)
+@pytest.mark.parametrize("world_size", drawing.some("ranks of scoring", list(MANY), 1))
 def test_all_layouts_give_the_answers_of_one_process(
     run_ranks: RunRanks, one_process: dict[str, Any], folder: Path, world_size: int
 ) -> None:

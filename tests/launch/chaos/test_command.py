@@ -110,7 +110,7 @@ def test_every_fault_on_a_real_run(folder: Path, capsys: pytest.CaptureFixture[s
     assert record["faults"] == 30 - any(text.startswith("full disk") for text in record["left_out"])
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_what_a_run_must_notice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in Path("store").rglob("*") if path.is_file()}

@@ -1,12 +1,16 @@
 """Jobs of a real SLURM whose processes and nodes fail: they come back, with the losses of an undisturbed run."""
 
+import runpy
 import signal
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -75,7 +79,7 @@ def test_a_job_whose_launcher_is_killed_comes_back_after_progress(new_run: NewRu
     assert f"{first} FAILED" in states
 
 
-@pytest.mark.parametrize("node", ["n1", "n2"])
+@pytest.mark.parametrize("node", drawing.some("failed node", ["n1", "n2"], 1))
 def test_a_failed_node_is_replaced(new_run: NewRun, undisturbed: NewRun, node: str) -> None:
     """n1 is that of the batch script."""
     run = new_run(SPLIT)
@@ -92,7 +96,7 @@ def test_a_failed_node_is_replaced(new_run: NewRun, undisturbed: NewRun, node: s
     assert [path.name for path in run.directory.logs.glob("slurm-*")] == [f"slurm-{job}.out"]
 
 
-@pytest.mark.parametrize("words", [(), (SPLIT,)])
+@pytest.mark.parametrize("words", drawing.some("chain", [(), (SPLIT,)], 1))
 def test_a_chain_goes_on_with_the_nodes_that_are_left_or_the_next_job(
     new_run: NewRun, undisturbed: NewRun, words: tuple[str, ...]
 ) -> None:

@@ -15,6 +15,7 @@ from lightscale.training.checkpoints.directories import directory_name
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
 
 STEPS = 3
@@ -153,7 +154,10 @@ def test_one_two_three_four_and_eight_ranks_resume_one_another(run_ranks: RunRan
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("mixer", "four"), [("hgrn2", FOUR[0]), ("lightnet", FOUR[1]), ("cosformer2", FOUR[2]), ("llama", FOUR[1])]
+    ("mixer", "four"),
+    drawing.some(
+        "layouts", [("hgrn2", FOUR[0]), ("lightnet", FOUR[1]), ("cosformer2", FOUR[2]), ("llama", FOUR[1])], 2
+    ),
 )
 def test_any_layout_resumes_any_other_of_the_other_architectures(
     run_ranks: RunRanks, tmp_path: Path, mixer: str, four: Axes
