@@ -366,11 +366,13 @@ def test_what_a_follower_needs_is_not_removed(
         follower.set_done([4])
         ended = train("run.toml", *words, "--run", str(run.path))
         assert ended.code == 0, ended.stderr
-        assert list_steps(run.checkpoints) == [2, 6, 8]
+        # A save is skipped where the one before takes as long as two steps.
+        needed, *newest = list_steps(run.checkpoints)
+        assert needed == 2 and len(newest) == 2 and newest[-1] == 8
         assert main(["checkpoint", "prune", str(run.path)]) == 0
-        assert list_steps(run.checkpoints) == [2, 6, 8]
+        assert list_steps(run.checkpoints) == [needed, *newest]
     assert main(["checkpoint", "prune", str(run.path)]) == 0
-    assert list_steps(run.checkpoints) == [6, 8]
+    assert list_steps(run.checkpoints) == newest
 
 
 @pytest.mark.parametrize(
