@@ -107,7 +107,7 @@ def test_a_resumed_classifier_is_the_same_also_on_other_ranks(
     ("words", "message"),
     [
         (["model.head.num_labels=2"], "has the label 2, but model.head.num_labels = 2 allows 0 to 1"),
-        (["task.label=topic"], 'task.label = "topic": labelled, source words has no such array'),
+        (["task.label=topic"], 'task.label = "topic": labelled, source words has no such document array'),
         (["data.store=store", "data.validation={}", "train.validate_every=0"], "has no such document array"),
     ],
     ids=["too many labels", "another array", "no labels"],
