@@ -39,5 +39,5 @@ def test_from_own_text_to_transformers(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    assert "finished at step 280" in ran.stdout
+    assert "finished at step 280" in ran.stderr
     assert "'generated_text': 'The " in ran.stdout

@@ -36,7 +36,7 @@ def test_a_run_whose_sequences_grow_is_the_same_on_other_layouts_and_resumed(
     (((code, text),),) = run_ranks(commands, 1, str(workplace), [alone])
     assert code == 0, text
     assert "kernels: lightning reference" in text
-    assert "sequences of 16 tokens until 768 tokens: 16 a step, 8 a micro-batch" in text
+    assert "sequences of 16 tokens until 768 tokens: 16 per step, 8 per micro-batch" in text
     in_turn = [
         [*words, f"train.steps={steps}", f"parallel.{axis}=2", "--run", str(two.path)]
         for axis, steps in (("sequence", 5), ("pipeline", 8))

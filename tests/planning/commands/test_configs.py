@@ -14,6 +14,7 @@ STUDIES = [
     "aspect-ratio-two-cores",
     "characters-two-cores",
     "context-length",
+    "eight-mixers-two-cores",
     "listops-two-cores",
     "masked-two-cores",
     "scaling-law",
