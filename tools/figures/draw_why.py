@@ -56,7 +56,6 @@ def draw(theme: str) -> Figure:
         "axes.edgecolor": ink,
         "xtick.color": ink,
         "ytick.color": ink,
-        "svg.hashsalt": "why",
     }
     with mpl.rc_context(style):
         figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -98,6 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--png", action="store_true", help="PNG files, to look at")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
+    # Also where the file is written, or every drawing would have other names of its parts.
+    mpl.rcParams["svg.hashsalt"] = "why"
     for theme in _THEMES:
         path = options.folder / f"why-{theme}.{'png' if options.png else 'svg'}"
         draw(theme).savefig(path, transparent=True, metadata=None if options.png else {"Date": None})

@@ -38,3 +38,7 @@ def test_both_themes_are_drawn(why: ModuleType, monkeypatch: pytest.MonkeyPatch,
     assert sorted(drawn) == ["why-dark.svg", "why-light.svg"]
     assert why._THEMES["dark"] in drawn["why-dark.svg"]
     assert why._THEMES["dark"] not in drawn["why-light.svg"]
+    why.main([str(tmp_path)])
+    assert {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()} == drawn, (
+        "the same picture, the same file"
+    )
