@@ -114,31 +114,33 @@ class DeltaNetMixer(nn.Module):
 
     def log_decay(self, x: Tensor, beta: Tensor) -> Tensor:
         """(b, n, N, 1) or (b, n, N, K), fp32 at least."""
-        if self.decay == "none":
+        forget = self.forget(x)
+        if forget is None:
             return torch.zeros_like(beta)[..., None]
-        step = self.forget(x).to(beta.dtype).unflatten(-1, (self.value_heads, -1))
+        step = forget.to(beta.dtype).unflatten(-1, (self.value_heads, -1))
         step = F.softplus(step + self.dt_bias.to(beta.dtype).view(self.value_heads, -1))
         return -self.A_log.to(beta.dtype).exp()[:, None] * step
 
     def output(self, x: Tensor, o: Tensor) -> Tensor:
         """x: (b, n, d), the mixer's input; o: (b, n, N, V)."""
-        if self.gate == "none":
+        gate = self.output_gate(x)
+        if gate is None:
             o = rms_norm(o, self.o_norm, self.form.output_norm_eps)
         else:
-            gate = self.output_gate(x).view(o.shape).to(wide_dtype(o))
+            gate = gate.view(o.shape).to(wide_dtype(o))
             # Rounded once, as in training.
             wide = rms_norm(o.to(gate.dtype), self.o_norm, self.form.output_norm_eps)
             o = (wide * (F.silu(gate) if self.gate == "silu" else torch.sigmoid(gate))).to(o.dtype)
         mixed: Tensor = self.o_proj(o.flatten(2))
         return mixed
 
-    def forget(self, x: Tensor) -> Tensor:
-        """(b, n, N) or (b, n, N K), before softplus."""
-        raise NotImplementedError(f"{type(self).__name__} has no decay")
+    def forget(self, x: Tensor) -> Tensor | None:
+        """(b, n, N) or (b, n, N K), before softplus; None: nothing decays."""
+        return None
 
-    def output_gate(self, x: Tensor) -> Tensor:
-        """(b, n, N V), before its activation."""
-        raise NotImplementedError(f"{type(self).__name__} has no gate")
+    def output_gate(self, x: Tensor) -> Tensor | None:
+        """(b, n, N V), before its activation; None: the outputs are not gated."""
+        return None
 
 
 class GatedDeltaNetMixer(DeltaNetMixer):
