@@ -13,7 +13,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from lightscale.data_pipeline.generators.interface import Generator, MadeDocument, integer, symbol_tokenizer
+from lightscale.data_pipeline.generators.interface import (
+    Generator,
+    MadeDocument,
+    integer,
+    require_range,
+    symbol_tokenizer,
+)
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
 
@@ -39,8 +45,7 @@ class Copying(Generator):
             ("max-length", self.max_length, _MOST_LENGTH),
             ("symbols", self.symbols, _MOST_SYMBOLS),
         ):
-            if not 1 <= value <= most:
-                raise UserError(f"--{name} {value}: must be 1 to {most:,}")
+            require_range(name, value, 1, most)
         if self.min_length > self.max_length:
             raise UserError(f"--min-length {self.min_length}: above --max-length {self.max_length}")
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT
+from lightscale.errors import UserError
 
 GENERATORS = {
     "copying": "lightscale.data_pipeline.generators.copying:Copying",
@@ -92,6 +93,12 @@ def symbol_tokenizer(name: str, symbols: Sequence[str], pattern: str) -> Tiktoke
         mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: len(ranks)},
     )
+
+
+def require_range(option: str, value: int, least: int, most: int) -> None:
+    """``UserError`` unless ``value``, of ``--option``, is from ``least`` to ``most``."""
+    if not least <= value <= most:
+        raise UserError(f"--{option} {value}: must be {least} to {most:,}")
 
 
 def integer(random: Random, least: int, most: int) -> int:

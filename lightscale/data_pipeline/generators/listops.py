@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Self
 
-from lightscale.data_pipeline.generators.interface import Generator, MadeDocument, integer, symbol_tokenizer
+from lightscale.data_pipeline.generators.interface import (
+    Generator,
+    MadeDocument,
+    integer,
+    require_range,
+    symbol_tokenizer,
+)
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
 
@@ -53,8 +59,7 @@ class ListOps(Generator):
             ("min-tokens", self.min_tokens, 4, _MOST_TOKENS),
             ("max-tokens", self.max_tokens, 4, _MOST_TOKENS),
         ):
-            if not least <= value <= most:
-                raise UserError(f"--{name} {value}: must be {least} to {most:,}")
+            require_range(name, value, least, most)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"--min-tokens {self.min_tokens}: above --max-tokens {self.max_tokens}")
         longest = 1

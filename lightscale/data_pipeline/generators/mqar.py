@@ -14,7 +14,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from lightscale.data_pipeline.generators.interface import Generator, MadeDocument, integer, symbol_tokenizer
+from lightscale.data_pipeline.generators.interface import (
+    Generator,
+    MadeDocument,
+    integer,
+    require_range,
+    symbol_tokenizer,
+)
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
 
@@ -35,8 +41,7 @@ class MQAR(Generator):
 
     def __post_init__(self) -> None:
         for name, value in (("pairs", self.pairs), ("keys", self.keys), ("values", self.values)):
-            if not 1 <= value <= _MOST_SYMBOLS:
-                raise UserError(f"--{name} {value}: must be 1 to {_MOST_SYMBOLS:,}")
+            require_range(name, value, 1, _MOST_SYMBOLS)
         if self.pairs > self.keys:
             raise UserError(
                 f"--pairs {self.pairs}: above --keys {self.keys}, of which each document has different ones"
