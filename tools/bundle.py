@@ -20,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from gpu_measurements import STORE_COMMAND
+from gpu_measurements import IMPORTS, STORE, STORE_COMMAND
 from lightscale import cli
 from lightscale.errors import UserError
 
@@ -28,14 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 _BESIDE_TORCH = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy", "setuptools")
 """What every environment with torch has."""
 GLIBC = ("2_28", "2_27", "2_24", "2_17")
-IMPORTS = (
-    "lightscale",
-    "lightscale.cli",
-    "lightscale.training.train",
-    "lightscale.data_pipeline",
-    "megatron.core",
-    "zarr",
-)
 INSTALL = """\
 #!/usr/bin/env bash
 # bash install.sh [FOLDER]: installs without a network, beside the packages that Python has already.
@@ -120,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     platforms += ["--platform", f"manylinux2014_{args.machine}"]
     target = ["--python-version", args.python_version, "--only-binary=:all:", *platforms]
     try:
-        for old in ("wheels", "source", "store"):
+        for old in ("wheels", "source", STORE.name):
             shutil.rmtree(args.out / old, ignore_errors=True)
         args.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
@@ -135,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         packages = [one for one in missing(found, ["torch", "triton"]) if not one.startswith("lightscale==")]
         pip("download", "--quiet", "--no-deps", "--dest", str(args.out / "wheels"), *packages, target=target)
         _copy_source(args.out / "source")
-        if code := cli.main([*STORE_COMMAND, str(args.out / "store")]):
+        if code := cli.main([*STORE_COMMAND, str(args.out / STORE.name)]):
             return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

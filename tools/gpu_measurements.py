@@ -9,7 +9,6 @@ model by kernel, its launches and its idle time. ``run``: corpus, training, a sa
 import argparse
 import importlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -30,8 +29,8 @@ from lightscale.runs.run_directory import RunDirectory, read_metrics, write_atom
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "megatron-core", "zarr", "pydantic", "fla-core", "transformers")
 IMPORTS = ("lightscale.cli", "lightscale.training.train", "lightscale.data_pipeline", "megatron.core", "zarr")
-STORE = Path(os.environ.get("LIGHTSCALE_STORE", ROOT.parent / "store"))
-"""Tokens that came with the bundle (``make bundle``); without them the corpus is prepared first."""
+STORE = ROOT.parent / "stdlib-store"
+"""Tokens that came with the source (``make bundle``); without them the corpus is prepared first."""
 STORE_COMMAND = (
     *("data", "prepare", "--corpus", "stdlib", "--vocab-size", "4096", "--validation", "0.02"),
     "--out",
