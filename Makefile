@@ -43,10 +43,12 @@ check: install
 	$(BIN)/python tools/dependencies.py
 	$(BIN)/pytest -q tests/test_layering.py tests/test_safety.py
 
-# The default suite.
+# The default suite; a part that fails does not keep the next from running.
 test: check
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile --ignore tests/parallel
-	$(PYTEST) $(RANKS)
+	failed=0; \
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile --ignore tests/parallel || failed=1; \
+	$(PYTEST) $(RANKS) || failed=1; \
+	exit $$failed
 
 # Those that were skipped for want of a program, once it is there. Exit code 5 says that there is none.
 test-skipped: install
@@ -57,10 +59,12 @@ test-skipped: install
 LONG := 'long and not soak'
 ALONE := tests/tools/benchmarks tests/data_pipeline
 test-long: install
+	failed=0; \
 	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) --dist loadfile \
-	  $(addprefix --ignore ,tests/parallel $(ALONE)) || test $$? -eq 5
-	$(PYTEST) -m $(LONG) $(RANKS) || test $$? -eq 5
-	$(PYTEST) -m $(LONG) $(ALONE) || test $$? -eq 5
+	  $(addprefix --ignore ,tests/parallel $(ALONE)) || test $$? -eq 5 || failed=1; \
+	$(PYTEST) -m $(LONG) $(RANKS) || test $$? -eq 5 || failed=1; \
+	$(PYTEST) -m $(LONG) $(ALONE) || test $$? -eq 5 || failed=1; \
+	exit $$failed
 
 # The full counts of restarts and faults: about an hour. And all cases of the products of which a run draws some.
 DRAWN := $$(grep --recursive --files-with-matches 'helpers" / "drawing.py' tests --include 'test_*.py')
