@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightscale.errors import UserError
-from lightscale.files import NotRegular, open_regular
+from lightscale.files import NotRegular, open_regular, read_regular
 
 MOST_LINE_BYTES = 16 << 20
 """A longer line is no record: the longest ones, tables of norms and losses, have some hundred kilobytes."""
 
+# One line for each file of each rank; more is no manifest.
+_MOST_MANIFEST_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 16
 _LARGEST = 1 << 63
 
@@ -178,6 +180,17 @@ def read_records(path: Path) -> Records:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     return records
+
+
+def trained_stores(run: Path) -> Iterator[str]:
+    """Fingerprints of the stores that a run was trained on, by the checkpoints in its directory, oldest first."""
+    for manifest in sorted((run / "checkpoints").glob("step-*/MANIFEST.json")):
+        try:
+            facts = json.loads(read_regular(manifest, what="a manifest", most_bytes=_MOST_MANIFEST_BYTES))
+        except (OSError, ValueError, RecursionError, NotRegular):
+            continue  # damaged: verifying checkpoints reports it
+        if isinstance(facts, dict) and "store" in facts:
+            yield str(facts["store"])
 
 
 def newest_lines(file: BufferedReader, size: int) -> Iterator[tuple[int, bytes]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightscale.errors import UserError, shortened
 from lightscale.files import read_regular
+from lightscale.records import trained_stores
 from lightscale.runs.run_directory import RunDirectory, write_atomically
 from lightscale.study.cells import Cell, Choice, make_cells
 from lightscale.study.counts import CellCounts, count
@@ -185,6 +186,7 @@ class Study:
             **asdict(counts),
             "lr": cell.config.optimizer.lr,
             "step": int(curve.step[-1]),
+            "store": next(reversed(list(trained_stores(run.path))), None),
             "seconds": float(curve.seconds[-1]),
             "smoothed": float(curve.smoothed[-1]),
             "scores": newest_scores(run),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightscale.cli import main
+from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.study.history import run_curve
 from lightscale.study.study import Study
@@ -52,6 +53,30 @@ def test_a_finished_cell_needs_its_run_no_more() -> None:
     record = study.finished_record(cell)
     assert record is not None
     assert (record["parameters"], record["step"]) == (study.counts(cell).parameters, 40)
+
+
+def test_data_that_was_replaced_since_a_cell_finished_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where an axis is the data, and the file names another store: paths are not in a cell's digest."""
+    write_store(Path("store"))
+    study = begun()
+    cell = study.cells()[0]
+    pretend(study, cell, LOSSES)
+    checkpoint = study.run(cell).path / "checkpoints" / "step-00000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").write_text(json.dumps({"store": TokenStore(Path("store")).fingerprint()}))
+    assert study.finish(cell)
+    shutil.rmtree(study.run(cell).path)
+    command = ["study", "run", str(study.definition.path), "--only", cell.name]
+    assert main(command) == 0
+    Path("store").rename("kept")
+    assert main(command) == 0, "a finished cell needs its store no more"
+    write_store(Path("store"), tokens=19_000)
+    assert main(command) == 78
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{cell.name}: data.store = store: other data than the finished run was trained on" in message
+    text = study.definition.path.read_text()
+    study.definition.path.write_text(text.replace('"store"', '"kept"'))
+    assert main(command) == 0, "moved, with the same content"
 
 
 def test_a_sweep_chooses_when_all_of_its_runs_are_finished() -> None:

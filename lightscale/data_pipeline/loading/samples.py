@@ -4,7 +4,6 @@ Nothing is logged while training: the order of the samples is a pure function of
 and the data that recoveries skipped (the events ``data_skipped`` of its events.jsonl).
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,8 @@ from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
-from lightscale.files import NotRegular, read_regular
-from lightscale.records import read_records
+from lightscale.records import read_records, trained_stores
 
-# One line for each file of each rank; more is no manifest.
-_MOST_MANIFEST_BYTES = 1 << 28
 SKIP_EVENT = "data_skipped"
 """The event of a run's events.jsonl with ``at_tokens`` and ``skip_tokens`` of skipped data; see ``SkippedRanges``."""
 ROLLBACK_EVENT = "rollback"
@@ -86,7 +82,7 @@ def run_loader(run: Path, *, targets: MakeTargets | None = None) -> tuple[RunCon
     config = load(path)
     store = open_stores(config.data)
     # Another store at the same path would give an answer too, about tokens that the run never saw.
-    for trained_on in _stores(run):
+    for trained_on in trained_stores(run):
         if trained_on != store.fingerprint():
             raise UserError(
                 f"{store.title}: not the training data of {run} (fingerprint {store.fingerprint()}, its checkpoints "
@@ -166,14 +162,3 @@ def _contents(loader: TokenLoader, step: StepSamples) -> Iterator[SampleContent]
             documents=tuple(documents),
             padding_tokens=padding_tokens,
         )
-
-
-def _stores(run: Path) -> Iterator[str]:
-    """The fingerprints of the stores that the run's checkpoints name."""
-    for manifest in sorted((run / "checkpoints").glob("step-*/MANIFEST.json")):
-        try:
-            facts = json.loads(read_regular(manifest, what="a manifest", most_bytes=_MOST_MANIFEST_BYTES))
-        except (OSError, ValueError, RecursionError, NotRegular):
-            continue  # damaged: verifying checkpoints reports it
-        if isinstance(facts, dict) and "store" in facts:
-            yield str(facts["store"])

@@ -118,6 +118,20 @@ def check_inputs(config: RunConfig, directory: RunDirectory) -> None:
     check_beginning(config, directory)
 
 
+def check_trained_on(config: RunConfig, fingerprint: str) -> None:
+    """Refuse stores with other data than a finished run was trained on; it needs them no more, so they may be gone."""
+    paths = config.data.store_paths
+    if not all(path.exists() for path in paths.values()):
+        return
+    now = open_stores(config.data).fingerprint()
+    if now != fingerprint:
+        named = " and ".join(f"{key} = {path}" for key, path in paths.items())
+        raise UserError(
+            f"{named}: other data than the finished run was trained on (fingerprint {fingerprint} then, {now} now); "
+            "restore it, or train in another directory"
+        )
+
+
 def _check_tasks(config: RunConfig) -> None:
     """Refuse tasks of ``[evaluation]`` that are not there, or whose data is not, as `lightscale evaluate` would."""
     if not config.evaluation.every_steps:

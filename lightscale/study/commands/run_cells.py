@@ -7,7 +7,7 @@ import time
 
 from lightscale.config.schedulers import SCHEDULERS
 from lightscale.errors import UserError
-from lightscale.launch.commands.checks import check_run
+from lightscale.launch.commands.checks import check_run, check_trained_on
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.scheduler import get_scheduler
 from lightscale.launch.settings import LaunchSettings, load_settings
@@ -98,13 +98,15 @@ def _settings(args: argparse.Namespace, study: Study) -> LaunchSettings:
 
 
 def _check(study: Study, cells: list[Cell], settings: LaunchSettings) -> None:
-    """Refuse cells that could not start, all at once."""
+    """Refuse cells that could not start, or whose data was replaced since they finished, all at once."""
     faults: dict[str, list[str]] = {}
     for cell in cells:
-        if study.finished_record(cell) is not None:
-            continue
+        record = study.finished_record(cell)
         try:
-            check_run(cell.config, settings.nodes * settings.ranks_per_node, study.run(cell))
+            if record is None:
+                check_run(cell.config, settings.nodes * settings.ranks_per_node, study.run(cell))
+            elif fingerprint := record.get("store"):
+                check_trained_on(cell.config, str(fingerprint))
         except UserError as error:
             faults.setdefault(str(error), []).append(cell.name)
     if faults:
