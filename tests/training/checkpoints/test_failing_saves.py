@@ -198,6 +198,6 @@ def test_a_disk_that_cannot_keep_up(workplace: Path, run_ranks: RunRanks, steps_
     assert list_steps(run.checkpoints)[-1] == 40
     # The last one is waited for, and the one before it, so that it can begin.
     for event in saved[:-2]:
-        assert event["write_s"] > max(10 * 0.04, 2 * event["stall_s"]), event
+        assert event["write_s"] > max(10 * 0.04, 10 * event["stall_s"]), event
     shown = EventAccumulator(str(run.tensorboard)).Reload().Scalars("checkpoint/skipped")
     assert [point.value for point in shown] == list(range(1, len(skipped) + 1))
