@@ -24,7 +24,6 @@ class WideTorch:
 
 
 def naive(decay: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("einops", reason="needs fla-core 0.6.0 with einops")
     pytest.importorskip("fla", reason="needs fla-core 0.6.0")
     folder, name = {
         "head": ("gated_delta_rule", "naive_recurrent_gated_delta_rule"),
