@@ -77,6 +77,10 @@ COMMANDS: dict[str, Command] = {
     "import": Command(
         module="lightscale.exchange.import_command", help="create a run from an exported model or a transformers LLaMA"
     ),
+    "verify": Command(
+        module="lightscale.exchange.verify_command",
+        help="compare an export, a run's checkpoints or a token store with its hashes",
+    ),
     "completion": Command(
         module="lightscale.completion.command", help="print a completion script for bash, zsh or fish"
     ),

@@ -92,8 +92,12 @@ def open_regular(path: Path, *, what: str, most_bytes: int | None = None, follow
 def read_regular(path: Path, *, what: str, most_bytes: int, follow_links: bool = False) -> bytes:
     """The content of the regular file `path`, of at most `most_bytes`; arguments and errors as of `open_regular`."""
     with open_regular(path, what=what, most_bytes=most_bytes, follow_links=follow_links) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:  # it grew since, or says no size, as in /proc
+        # Not `most_bytes` at once: a read takes that much memory, whatever the file has.
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(size + 1)
+        if len(content) > size:  # it grew since, or says no size, as in /proc
+            content += file.read(most_bytes + 1 - len(content))
+    if len(content) > most_bytes:
         raise _too_large(path, what, f"more than {most_bytes:,}", most_bytes)
     return content
 

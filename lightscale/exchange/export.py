@@ -7,6 +7,7 @@ DIR/model-….safetensors, model.safetensors.index.json   the weights, straight 
     tokenizer.json, tokenizer_config.json               the tokenizer as transformers reads it
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
     README.md                                           the model card
+    SHA256SUMS                                          the hash of each file but the model card
 """
 
 import json
@@ -26,6 +27,7 @@ from lightscale.evaluation.chosen_run import ChosenRun
 from lightscale.exchange import model_card
 from lightscale.exchange.export_reader import TOKENIZER
 from lightscale.exchange.files import export_config
+from lightscale.exchange.files.checksums import write_checksums
 from lightscale.exchange.files.safetensors_files import write_shards
 from lightscale.exchange.files.tokenizer_files import write_tokenizer
 from lightscale.exchange.files.weights import run_shape
@@ -90,6 +92,7 @@ def export(
         for name, text in texts.items():
             (draft / name).write_text(text, encoding="utf-8")
         files = [*texts, *write_shards(draft, tensors, shard_bytes=shard_bytes)]
+        files.append(write_checksums(draft))
     return Exported(
         directory=target,
         checkpoint=run.origin,

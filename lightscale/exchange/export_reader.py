@@ -9,6 +9,7 @@ from lightscale.data_pipeline.tokenizers import HuggingFaceTokenizer, Tokenizer,
 from lightscale.data_pipeline.tokenizers.interface import read_file
 from lightscale.errors import UserError
 from lightscale.exchange.files import export_config, tokenizer_files
+from lightscale.exchange.files.checksums import require_unchanged
 from lightscale.exchange.files.safetensors_files import INDEX, SINGLE, open_shard, read_shards
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
@@ -54,7 +55,8 @@ def is_export(path: Path) -> bool:
 def open_export(directory: Path) -> Export:
     """The model in ``directory``, which lightscale or transformers has written.
 
-    UserError where there is none, one of another architecture, or its files are damaged or do not fit each other.
+    UserError where there is none, one of another architecture, or its files are damaged, do not fit each other, or are
+    not those of SHA256SUMS.
     """
     if not (directory / export_config.NAME).is_file():
         raise UserError(f"{directory}: no model; expected {export_config.NAME} and files of tensors")
@@ -85,6 +87,8 @@ def open_export(directory: Path) -> Export:
             f"{shape.vocab_size}{', of which one row is the mask' * is_masked}; they belong to different models"
         )
     shape = replace(shape, vocab_size=tokenizer.vocab_size + is_masked)
+    # Last: whatever else is wrong has a better message.
+    require_unchanged(directory)
     return Export(
         origin=directory,
         shape=shape,
