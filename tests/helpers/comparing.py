@@ -10,22 +10,26 @@ def boundaries(starts: list[list[int]], tokens: int) -> Tensor:
     return torch.tensor(sorted({*flat, len(starts) * tokens}))
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
-    """RMSE(difference) / RMSE(expected); where nothing but zeros is expected, RMSE(difference).
+def error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """RMSE(difference) / the larger of RMSE(expected) and ``least``; / 1 where both are 0.
 
     Equal elements count as 0, also those of -inf, which are not expected to have a size.
     """
     assert actual.shape == expected.shape
     difference = torch.where(actual == expected, 0.0, actual.double() - expected.double())
-    return rms(difference) / (rms(expected[expected.isfinite()]) or 1.0)
+    return rms(difference) / (max(rms(expected[expected.isfinite()]), least) or 1.0)
 
 
 def assert_close(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5, case: str = ""
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    tolerance: float = 1e-5,
+    case: str = "",
+    least: dict[str, float] | None = None,
 ) -> None:
-    """Fails with the errors that are not below ``tolerance``, and the name of the ``case``."""
+    """Fails with the errors that are not below ``tolerance``, and the ``case``'s name; ``least`` as in ``error``."""
     assert actual.keys() == expected.keys()
-    errors = {name: error(actual[name], expected[name]) for name in expected}
+    errors = {name: error(actual[name], expected[name], (least or {}).get(name, 0.0)) for name in expected}
     wrong = {name: e for name, e in errors.items() if not e < tolerance}
     assert not wrong, (case, wrong)
 

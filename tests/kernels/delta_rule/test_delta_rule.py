@@ -25,7 +25,7 @@ from lightscale.kernels.delta_rule import (
 )
 
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
-boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
+boundaries, error, assert_close, rms = comparing.boundaries, comparing.error, comparing.assert_close, comparing.rms
 
 Results = dict[str, Tensor]
 
@@ -131,7 +131,10 @@ def test_chunks_are_the_recurrence(data: st.DataObject) -> None:
         starts=starts,
         seed=draw(st.integers(0, 1000)),
     )
-    assert_close(run(case, chunk_size=draw(st.sampled_from((16, 16, 5, 64)))), run(case, "oracle"), 1e-12)
+    expected = run(case, "oracle")
+    # The gradient of a log decay is a sum of such products over K and V, which may cancel to less than their rounding.
+    least = {"dlog_decay": 1e-3 * rms((case.q * expected["dq"]).sum(-1))}
+    assert_close(run(case, chunk_size=draw(st.sampled_from((16, 16, 5, 64)))), expected, 1e-12, least=least)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
