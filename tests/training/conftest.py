@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import os
 import random
-import subprocess
-import sys
+import runpy
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,6 +18,7 @@ from lightscale.launch.launcher.rank import rank_of
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
+warm_commands = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "warm_commands.py")))
 
 RUN = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
@@ -99,16 +99,10 @@ class Ended:
 
 
 class Running:
-    """``lightscale train`` under way, in a session of its own like one that a shell started."""
+    """``lightscale train`` under way."""
 
     def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            environment.pop(name, None)
-        command = [sys.executable, "-m", "lightscale", "train", *words]
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        self.process = warm_commands.Command(["train", *words], cwd=folder)
 
     def wait_for_step(self, run: RunDirectory, step: int, timeout_s: float = 200.0, attempt: int | None = None) -> None:
         """Until ``step`` was taken, by ``attempt`` if that is given."""

@@ -1,12 +1,11 @@
 """`[evaluation]`: a run in training is measured between steps, and trains as if it were not."""
 
 import json
-import os
-import subprocess
-import sys
+import runpy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,9 @@ from lightscale.runs.followers import Follower
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.checkpoints.directories import list_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+warm_commands = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "warm_commands.py")))
 
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(600)
@@ -307,17 +309,9 @@ def test_what_the_configuration_refuses(
     assert message in capsys.readouterr().err
 
 
-def follow(folder: Path, run: RunDirectory) -> subprocess.Popen[str]:
+def follow(folder: Path, run: RunDirectory) -> Any:
     """``lightscale evaluate RUN --follow`` in the background."""
-    words = ["evaluate", str(run.path), "--tasks", "held.toml", "--follow", "--json"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "lightscale", *words],
-        cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    return warm_commands.Command(["evaluate", str(run.path), "--tasks", "held.toml", "--follow", "--json"], cwd=folder)
 
 
 def test_a_run_is_followed_by_another_job(

@@ -1,16 +1,15 @@
 import argparse
 import copy
 import json
-import os
+import runpy
 import shutil
 import statistics
 import string
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +45,7 @@ from lightscale.training.checkpoints.saving import Saver
 RunRanks = Callable[..., list[Any]]
 
 ROOT = Path(__file__).resolve().parents[3]
+warm_commands = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "warm_commands.py")))
 STEP = 2
 LAYOUTS: dict[str, dict[str, Any]] = {"sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
 TEXT = "the end of the text, the start of the next: 字 and 😀, e\u0301 and \u00e9. " + string.printable
@@ -502,17 +502,7 @@ def test_a_copied_run_needs_no_store(
 
 def lightscale(*commands: list[str]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each ``lightscale generate``, run at the same time."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "lightscale", "generate", *words],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-        )
-        for words in commands
-    ]
+    processes = [warm_commands.Command(["generate", *words], cwd=Path.cwd()) for words in commands]
     outputs = [process.communicate(timeout=100) for process in processes]
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 

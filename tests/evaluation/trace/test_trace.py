@@ -3,11 +3,10 @@
 import gzip
 import json
 import math
-import os
 import random
-import subprocess
-import sys
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from lightscale.evaluation.trace.spikes import find_spikes
 from lightscale.runs.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[3]
+warm_commands = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "warm_commands.py")))
 STEPS, GARBAGE_LINE = 24, 31
 RUN = f"""
 extends = ["{ROOT}/configs/arch/tnl.toml", "{ROOT}/configs/size/tiny.toml"]
@@ -104,16 +104,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
             break
     else:
         pytest.fail("no seed puts the garbage where the model has learned")
-    command = [sys.executable, "-m", "lightscale", "train", "run.toml", *stores, f"data.seed={seed}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [*command, "--run", "run", "--processes", "2"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["train", "run.toml", *stores, f"data.seed={seed}", "--run", "run", "--processes", "2"]
+    done = warm_commands.run(words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run", step
 
