@@ -4,7 +4,7 @@
 def layer_stages(num_layers: int, num_stages: int) -> list[range]:
     """The layers of each of ``num_stages`` stages in the order of the model, as even as they can be.
 
-    Layers that are left over go to the stages in the middle first, because the first one has the embedding beside its
+    Remaining layers go to the stages in the middle first, because the first one has the embedding beside its
     layers and the last one the output layer, which costs as much as several layers. With virtual stages, stage s of
     the model is on pipeline rank s % pipeline.
     """

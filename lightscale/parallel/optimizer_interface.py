@@ -19,7 +19,7 @@ class OwnedState:
     first: int
     last: int
     weights: Tensor
-    """(last - first,) fp32, what the steps are added to."""
+    """(last - first,) fp32, the weights that the steps are added to."""
     state: Mapping[str, Tensor]
     """(last - first,) each, by the names in ``OptimizerSpec.state``."""
 

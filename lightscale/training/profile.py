@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: a trace of what ran when, and a snapshot of what held memory."""
+"""Profiles of chosen steps: a trace of operations over time, and a snapshot of allocated memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

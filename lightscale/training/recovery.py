@@ -177,7 +177,7 @@ class Recovery:
         Args:
             first: of the bad steps. Good steps in between would have ended their row.
             last: the step that was just done.
-            reason: what was bad, for messages.
+            reason: the fault, for messages.
 
         Returns:
             The steps done. Checkpoints after it have been put aside, since later ones will take their names.

@@ -1,4 +1,4 @@
-"""What a run keeps of its token store: whoever has the run's directory can use the model without the store.
+"""The copy of the tokenizer in a run: the directory of a run suffices to use its model without the store.
 
 That is its tokenizer, and the names of the classes that it learns to tell apart. `keep_tokenizer` is called
 at every start, so that runs from before, which keep none, get theirs when they are resumed.

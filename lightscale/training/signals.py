@@ -99,7 +99,7 @@ class StopSignal:
 def die_with_parent(parent: int) -> None:
     """Have the kernel end this process (SIGKILL) as soon as its parent, the process `parent`, is gone.
 
-    Otherwise a launcher killed with SIGKILL leaves its ranks behind, and these keep the GPUs. Long-lived children
+    Without it, a launcher killed with SIGKILL leaves its ranks behind, and these keep the GPUs. Long-lived children
     of a rank need it too. Linux only; elsewhere without effect.
     """
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""On a Ray cluster, over one file system: nodes may come and go, Ray repeats the tasks of those that went."""
+"""Executor on a Ray cluster with one file system: nodes may join and leave, and Ray repeats the tasks of lost nodes."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from lightscale.errors import UserError
 
 
 class RayCluster(HandsOut[Any]):
-    """Runs tasks on the cluster Ray finds (RAY_ADDRESS, or one with a node on this machine), or on one of its own."""
+    """Runs tasks on the cluster Ray finds (RAY_ADDRESS, or one with a node on this machine), or on a new one."""
 
     def __init__(self, make_context: MakeContext) -> None:
         # Set before Ray is imported: nothing is sent to its makers. A cluster that is there has its own setting.

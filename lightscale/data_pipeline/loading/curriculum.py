@@ -62,7 +62,7 @@ class LengthStage:
     micro_batch_size: int
     """Sequences that a data rank holds at once."""
     num_parts: int
-    """How many of its sequences together are as long as one of the last curriculum stage."""
+    """Number of its sequences that together are as long as one of the last curriculum stage."""
 
 
 class Curriculum:
@@ -104,7 +104,7 @@ class Curriculum:
         self._starts = [stage.start for stage in self.stages]
 
     def number_at(self, position: int) -> int:
-        """The index in ``stages`` of the one that ``position`` ≥ 0 lies in."""
+        """Index in ``stages`` of the stage that holds ``position`` ≥ 0."""
         return bisect.bisect_right(self._starts, position) - 1
 
     def description(self) -> str:

@@ -137,7 +137,7 @@ class TokenLoader:
         self.tokens = 0
         """Tokens consumed: the inputs of all samples before the next step's, padding included, over all ranks."""
         self.skips = SkippedRanges()
-        """What a recovery skipped."""
+        """The data that a recovery skipped."""
         divisor_name = f"micro_batch_size {micro_batch_size} × {self.layout.data_size} data ranks"
         # Every data rank has the same number of micro-batches: ranks that had fewer would wait in the next collective.
         round_size = micro_batch_size * self.layout.data_size
@@ -239,7 +239,7 @@ class TokenLoader:
         self.skips = self.skips.adding(at_tokens, skip_tokens)
 
     def fingerprint(self) -> dict[str, str]:
-        """What decides the tokens of every sample, by name. Neither layout nor batch size is in it."""
+        """All inputs that decide the tokens of every sample, by name; neither layout nor batch size is one."""
         # Compared on resume: another value of any of these would give other tokens for the same number consumed.
         parts = {
             "store": self.store.fingerprint(),
@@ -263,7 +263,7 @@ class TokenLoader:
         return {"tokens": self.tokens, "skips": skips, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, under any layout and batch size; ``UserError`` names what differs."""
+        """Continue from ``state``, under any layout and batch size. Raises ``UserError`` that names each difference."""
         saved, current = state["fingerprint"], self.fingerprint()
         differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
         if differing:
@@ -279,7 +279,7 @@ class TokenLoader:
         self.tokens, self.skips = tokens, skips
 
     def description(self) -> list[str]:
-        """A line for every source and curriculum stage: what of it is read, how often, and what is skipped."""
+        """A line for every source and curriculum stage: tokens read, number of epochs, tokens skipped."""
         lines = []
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
             what = self._stages[-1].windows[name].description()

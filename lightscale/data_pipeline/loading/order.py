@@ -5,7 +5,7 @@ and every rank must find the same order without asking the others. So all parts 
 of what came before; for many at once, because that takes hardly longer than for one:
 
 - ``Permutation`` gives the windows of a source another order in every epoch.
-- ``Mixture`` says which source a sample comes from, and which of that source's samples it is.
+- ``Mixture`` maps a sample to its source, and to its index among the samples of that source.
 - ``SampleOrder`` joins the two: sample index to source, epoch and window.
 - ``PartOrder`` is the order while a curriculum reads windows in parts.
 
@@ -110,7 +110,7 @@ class Mixture:
         return sources, periods * np.array(self.parts)[sources] + self._rank_at[slots]
 
     def counts(self, num_samples: int) -> dict[str, int]:
-        """How many of the first ``num_samples`` samples come from each source."""
+        """Number of the first ``num_samples`` samples that come from each source."""
         periods, slots = divmod(num_samples, self.period)
         rest = np.bincount(self._source_at[:slots], minlength=len(self.names))
         return {name: periods * self.parts[k] + int(rest[k]) for k, name in enumerate(self.names)}
@@ -146,7 +146,7 @@ Order = Callable[[NDArray[np.int64]], Locations]
 
 
 class SampleOrder:
-    """Windows of several sources, mixed by weight, each source's in an order of its own in every epoch."""
+    """Windows of several sources, mixed by weight; each source has its own order in every epoch."""
 
     def __init__(self, mixture: Mixture, num_windows: Mapping[str, int], *, seed: int) -> None:
         self._mixture = mixture

@@ -43,7 +43,7 @@ _DOCUMENTS_AT_ONCE = 2**20
 
 
 class PackedRegion(NamedTuple):
-    """What the windows of a region hold."""
+    """The content of the windows of a region."""
 
     window_starts: NDArray[np.int64]
     """(windows + 1,): index of each window's first document range; at the end, the number of ranges."""

@@ -23,7 +23,7 @@ from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
 
 Shift = Literal[0, 1]
-"""How many tokens behind its input a label stands."""
+"""Distance in tokens from an input to its label."""
 
 
 _ON_HOST = ("host_starts", "tokens_after")
@@ -41,7 +41,7 @@ class Batch:
     the sequence is cut over ranks, so that no rank needs a token of the next one. After a document's last token that is
     the end-of-text token, with which documents begin."""
     loss_mask: torch.Tensor
-    """fp32: 1 where the label counts, 0 in padding and where the source's own mask says so."""
+    """fp32: 1 where the label counts, 0 in padding and where the mask of the source is 0."""
     start_slots: torch.Tensor
     """(m,) int64 ascending: the slots where document ranges start, over the rows laid one after another; every row
     starts one."""
@@ -108,7 +108,7 @@ class Batch:
 
 
 class DocumentRanges(NamedTuple):
-    """What a window holds: consecutive tokens of documents, one range after another."""
+    """The content of a window: consecutive tokens of documents, one range after another."""
 
     slots: NDArray[np.int64]
     """(m,) ascending: where in the window each begins."""
@@ -129,7 +129,7 @@ class Windows(Protocol):
         """Those with slots in ``first`` … ``last`` - 1. The first may begin before ``first``."""
 
     def description(self) -> str:
-        """How many windows there are and what is lost, for a message."""
+        """Number of windows and of lost tokens, for a message."""
 
 
 class ConcatWindows:
@@ -176,7 +176,7 @@ class ConcatWindows:
 class JoinedWindows(ConcatWindows):
     """The same windows, in which states and positions run on from document to document.
 
-    Papers that say nothing of resetting states may be read so. ``document_ranges`` still tells what a window holds.
+    One reading of papers that do not mention resetting states. ``document_ranges`` still lists a window's documents.
     """
 
     is_one_document = True

@@ -84,7 +84,7 @@ class DedupTask:
     """Of the inputs, in bytes; of files of pairs nothing."""
     target: str
     num_bytes: int
-    """For progress: about how much is read, or the number of inputs."""
+    """Size for progress: approximate bytes to read, or the number of inputs."""
     range_index: int = 0
     """The first of"""
     count: int = 0
@@ -130,12 +130,12 @@ def list_key_files(work: WorkDirectory, kind: Kind, base: BaseStore | None = Non
 
 
 def num_ranges(num_bytes: int) -> int:
-    """In how many ranges keys of so many bytes are looked at."""
+    """Number of ranges that keys of so many bytes are divided into."""
     return -(-num_bytes // _RANGE_BYTES)
 
 
 def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
-    """What is to be done, in order; the same for every process."""
+    """The tasks, in order; the same for every process."""
     names, num_bytes = files.names, files.num_bytes
     level = 0
     while len(names) > FAN_IN:
@@ -206,7 +206,7 @@ def merge_keys(context: Context, item: DedupTask, advance: Advance) -> None:
 
 
 def find_in_ranges(context: Context, item: DedupTask, advance: Advance) -> None:
-    """The task of some neighbouring ranges of keys: what they show, and the keys themselves for the store."""
+    """The task of some neighbouring ranges of keys: their pairs of duplicates, and the keys for the store."""
     root = context.work.path
     if not (root / item.target).exists():
         bounds = range_bounds(item.range_index, item.count, item.num_ranges)
@@ -262,7 +262,7 @@ def known_files(base: BaseStore) -> list[KnownFile]:
 
 
 def write_known(context: Context) -> None:
-    """Say in the store which keys it keeps; by one process, when all ranges are done."""
+    """Record in the store which keys it keeps; called by one process, after all ranges."""
     duplicates = context.corpus.duplicates
     if not duplicates.keep_keys:
         return

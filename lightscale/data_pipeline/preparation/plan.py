@@ -32,7 +32,7 @@ UNIT_SHIFT = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSummary:
-    """What every process knows of a unit; its list of files stays in the plan's file."""
+    """The part of a unit that every process holds; its list of files stays in the file of the plan."""
 
     number: int
     source: str
@@ -49,7 +49,7 @@ class PreparationPlan:
     path: Path
     units: list[UnitSummary]
     problems: dict[str, dict[str, Any]]
-    """By source: what was wrong with its files when they were listed, as ``Problems.as_part`` gives it."""
+    """By source: faults of its files when they were listed, as ``Problems.as_part`` returns them."""
     num_files: int
     num_known_files: int
     """Files of the corpus that are skipped, because the store that is added to has them."""

@@ -72,11 +72,11 @@ class PrepareOptions:
     """How a store is made: none of these changes a byte of it, but ``unit_bytes`` the number of units in the report."""
 
     make_executor: ExecutorFactory = InProcess
-    """Makes what runs the tasks."""
+    """Makes the executor of the tasks."""
     strict: bool = False
     """Stop at the first text that cannot be read whole."""
     restart: bool = False
-    """Discard what an earlier, interrupted preparation finished."""
+    """Discard the results of an earlier, interrupted preparation."""
     keep_removed: Path | None = None
     """A new directory for the documents that filters drop, SOURCE.jsonl.zst, with rule and score; none: not kept."""
     unit_bytes: int | None = None
@@ -88,7 +88,7 @@ class PrepareOptions:
 def prepare(
     corpus: Corpus, out: Path, options: PrepareOptions | None = None, progress: Progress = _silent
 ) -> dict[str, Any]:
-    """Write the store ``out`` and return its report. Goes on with what an interrupted call has left in OUT.work.
+    """Write the store ``out`` and return its report. Continues from the results of an interrupted call in OUT.work.
 
     Raises ``UserError`` for mistakes in the corpus, a corpus with nothing to train on, a path that exists, another
     corpus in OUT.work and a full disk. There is no ``out`` then; where any unit is finished, OUT.work stays.
@@ -229,7 +229,7 @@ def _versions() -> dict[str, Any]:
 
 
 def given_tokenizer(corpus: Corpus) -> Tokenizer | None:
-    """The tokenizer that the corpus names; None: one is to be trained."""
+    """The tokenizer that the corpus names; None: the preparation trains one."""
     choice = corpus.tokenizer
     if choice == TRAINED_TOKENIZER:
         return None

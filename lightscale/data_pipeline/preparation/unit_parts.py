@@ -33,7 +33,7 @@ WritePart = Callable[[Path, FilePart, Sequence[Path]], None]
 
 
 def write_parts(directory: Path, kind: str, write: WritePart, advance: Advance) -> list[Path]:
-    """The directories of all parts, in order; those that are not there are written."""
+    """The directories of all parts, in order; missing ones are written."""
     parts: list[Path] = []
     part = FilePart(FIRST, PART_BYTES)
     while True:

@@ -77,7 +77,7 @@ _SAMPLE = "sample.json"
 
 
 class Context:
-    """What every task needs; each process makes its own from the work directory."""
+    """The objects that every task needs; each process makes its own from the work directory."""
 
     def __init__(self, work: WorkDirectory, *, strict: bool) -> None:
         self.work = work
@@ -117,7 +117,7 @@ class Context:
         return None if listed is None else {name: number for number, name in enumerate(listed)}
 
     def filter_of(self, source: str) -> Chain | None:
-        """What a source's documents go through; None where every one is kept."""
+        """The filter of a source; None: every document is kept."""
         if source not in self._filters:
             self._filters[source] = self.corpus.filter_of(source)
         return self._filters[source]
@@ -131,7 +131,7 @@ def _load_once(path: Path, changed_ns: int) -> Tokenizer:
 
 @dataclass(kw_only=True)
 class Changes:
-    """What a step changed in texts that it let through."""
+    """The changes of a step in the texts that it kept."""
 
     documents: Counter[str] = field(default_factory=Counter)
     """By what was changed: in how many, and"""
@@ -151,7 +151,7 @@ class Changes:
         }
 
     def merge(self, content: dict[str, dict[str, int]]) -> None:
-        """Add what ``as_json`` gave for another part."""
+        """Add another part, in the form of ``as_json``."""
         for change, counts in content.items():
             self.documents[change] += counts["documents"]
             self.times[change] += counts["times"]
@@ -174,7 +174,7 @@ class UnitCounts:
         }
 
     def merge(self, content: dict[str, Any]) -> None:
-        """Add what ``as_json`` gave for a later unit."""
+        """Add a later unit, in the form of ``as_json``."""
         for name, step in content["stages"].items():
             self.steps[name].merge(StepCounts.from_json(step))
         for name, changes in content["changes"].items():
@@ -207,7 +207,7 @@ def split_of(document_id: str, validation: float) -> Split:
 
 
 def prepare_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
-    """The task of a unit. What is finished is not done again."""
+    """The task of a unit. Finished parts are not repeated."""
     target = context.work.entry("units", unit.number)
     if target.exists():
         advance(unit.num_bytes)
@@ -384,7 +384,7 @@ class UnitWriter:
             self._write_batch()
 
     def finish(self) -> None:
-        """Write what is still in memory."""
+        """Write the data that is still in memory."""
         self._write_batch()
         self._write_keys()
         (self._directory / "classes.json").write_text(json.dumps(list(self._classes)), encoding="utf-8")

@@ -82,7 +82,7 @@ class WorkDirectory:
             os.close(descriptor)  # releases the lock; so does the end of the process, however it ends
 
     def clean(self, below: Path | None = None) -> None:
-        """Remove what interrupted processes left half-written, in all of it or ``below`` a part."""
+        """Remove incomplete files of interrupted processes, in the whole directory or ``below`` a part."""
         # Workers of a killed preparation may still be removing their own files: what vanishes meanwhile is no error.
         for directory, names, files in os.walk(below or self.path):
             for name in [name for name in names if name.endswith(TEMPORARY_SUFFIX)]:
@@ -94,7 +94,7 @@ class WorkDirectory:
                     Path(directory, name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove it, but for what is not ours."""
+        """Remove the directory, except for foreign files."""
         self.empty()
         (self.path / _LOCK_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ class WorkDirectory:
             raise UserError(f"{self.path}: reserved for work in progress, but it contains {others[0]}; move that file")
 
     def read_state(self) -> dict[str, Any] | None:
-        """What is being made here; None where nothing is yet."""
+        """The description of the store in preparation; None in a new directory."""
         try:
             content: dict[str, Any] = json.loads((self.path / _STATE_FILE).read_bytes())
         except FileNotFoundError:
@@ -127,7 +127,7 @@ class WorkDirectory:
         return content
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Say what is being made here."""
+        """Record the description of the store in preparation."""
         write_json(self.path / _STATE_FILE, state)
 
     def entry(self, kind: str, number: int, suffix: str = "") -> Path:
@@ -142,7 +142,7 @@ class WorkDirectory:
 
 @contextmanager
 def explain_full_disk(work: WorkDirectory) -> Iterator[None]:
-    """A full disk in the block becomes a ``UserError`` that says how to continue."""
+    """A full disk in the block becomes a ``UserError`` that names the way to continue."""
     try:
         yield
     except OSError as error:

@@ -94,7 +94,7 @@ class BlockHashes:
     def of(self, shard: int, first: int, stop: int, num_blocks: int) -> bytes:
         """Of the blocks ``first`` … ``stop`` - 1 of a shard that has ``num_blocks`` what ``hash_blocks`` gave.
 
-        ``UserError`` names the file where they are not those that were written.
+        Raises ``UserError`` that names the file if they differ from the written ones.
         """
         group, last = first // GROUP_BLOCKS, (stop - 1) // GROUP_BLOCKS
         hashes = self._group(shard, group, num_blocks)

@@ -1,4 +1,4 @@
-"""What a token store is on disk: a zarr v3 group with one group per source, written once, whole or not at all.
+"""A token store on disk: a zarr v3 group with one group per source, written once, whole or not at all.
 
     STORE/zarr.json                      format, tokenizer, sources and their weights, names of classes; written last
     STORE/SOURCE/zarr.json               split, counts, hashes
@@ -90,7 +90,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceCounts:
-    """How much a source holds; its end-of-text tokens count as tokens."""
+    """Documents, tokens and bytes of a source; its end-of-text tokens count as tokens."""
 
     documents: int
     tokens: int
@@ -99,7 +99,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRoot:
-    """What the ``zarr.json`` of a store says."""
+    """The content of the ``zarr.json`` of a store."""
 
     format_version: int
     tokenizer: TokenizerIdentity
@@ -183,7 +183,7 @@ def write_source_attributes(
 
 
 def hash_attributes(hashes: Mapping[str, Sequence[ShardHashes]]) -> dict[str, Any]:
-    """What the attributes of a group say of the hashes of its arrays."""
+    """The attributes of a group about the hashes of its arrays."""
     return {
         "shard_hashes": {name: [one.shard for one in shards] for name, shards in hashes.items()},
         "block_bytes": BLOCK_BYTES,
@@ -254,9 +254,9 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 def read_root(path: Path) -> StoreRoot:
-    """What the store at ``path`` says of itself.
+    """The description of the store at ``path``.
 
-    ``UserError`` where there is no store, one of another version, or one that says what cannot be.
+    Raises ``UserError`` if there is no store, or one of another version or with invalid contents.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no token store; `lightscale data prepare` writes one")

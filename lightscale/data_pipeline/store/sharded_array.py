@@ -1,4 +1,4 @@
-"""Reads arrays in shards: values by index, and each block of them compared with what was prepared.
+"""Reads arrays in shards: values by index, each block verified against its hash.
 
 Where the hashes of the blocks are given (``blocks.py``), a block is compared with its hash when this process first
 reads it, and again when its file has changed since.
@@ -62,7 +62,7 @@ class ShardedArray:
         At a thousand ranks and ten thousand shards all would be opened ten million times, most of them for nothing: a
         shard's size and index are checked when it is first opened.
 
-        ``hashes``: those of its blocks; none: what is read is not checked. ``UserError`` names the damaged file.
+        ``hashes``: those of its blocks; none: values are not verified. ``UserError`` names the damaged file.
         """
         self.directory = directory
         self.length, self.layout = read_metadata(directory / "zarr.json")
@@ -73,7 +73,7 @@ class ShardedArray:
         # The cache belongs to the object: one on the method would keep every array alive.
         self._open: Callable[[int], _ShardFile] = functools.lru_cache(maxsize=_MAX_OPEN_SHARDS)(self._open_shard)
         self._last_values: dict[int, int] = {}
-        """By shard; those that were looked for."""
+        """Last value by shard, filled on demand."""
         self._known: set[int] = set()
         """The shards that were found whole when they were first opened."""
         self._require_shards()
@@ -118,7 +118,7 @@ class ShardedArray:
             done += size
 
     def searchsorted(self, value: int) -> int:
-        """For an ascending array: how many values are ≤ ``value``; touches about log2(length) of them."""
+        """Number of values ≤ ``value`` of an ascending array; reads about log2(length) of them."""
         if value < 0:
             return 0
         # The last values say which shard; only that one is mapped, and its pages are few in a bisection.

@@ -1,6 +1,6 @@
 """Token stores: written from documents, one process and one stream, or opened for reading.
 
-``format.py`` says what is on disk; ``preparation/assemble.py`` writes the same by many processes.
+``format.py`` describes the files; ``preparation/assemble.py`` writes the same with many processes.
 """
 
 import hashlib
@@ -137,7 +137,7 @@ class SourceWriter:
             writer.abandon()
 
     def flush(self) -> None:
-        """Write out what was appended."""
+        """Write out the appended values."""
         if not self._num_waiting:
             return
         for name, waiting in self._waiting.items():
@@ -285,7 +285,7 @@ class TokenSource:
             raise UserError(f"{at_fault}: the last document ends at {last_end} of {self.num_tokens} tokens")
 
     def check_sizes(self) -> None:
-        """``UserError`` for a shard of what is trained on that is missing or not of its size; none is opened."""
+        """Raises ``UserError`` for a missing shard of the training data, or one of another size; opens none."""
         for array in (self._tokens, self._doc_ends, self._loss_mask, *self._documents.values()):
             if array is not None:
                 array.check_sizes()
@@ -297,12 +297,12 @@ class TokenSource:
 
     @property
     def has_origins(self) -> bool:
-        """Whether it says where its documents came from."""
+        """Whether it records the origins of its documents."""
         return self._origins is not None
 
     @property
     def document_arrays(self) -> dict[str, np.dtype[Any]]:
-        """What a task has of each document: name to type; rows are (base, (width,))."""
+        """Values of tasks for each document: name to type; rows are (base, (width,))."""
         return {name: array.layout.numpy_dtype for name, array in self._documents.items()}
 
     def loss_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
@@ -322,7 +322,7 @@ class TokenSource:
         return self._documents[array].read(first, last)
 
     def origin(self, document: int) -> Origin | None:
-        """Where a document came from; None where the store does not say."""
+        """Origin of a document; None: the store has no origins."""
         return None if self._origins is None else self._origins.of(document)
 
     def read(self, start: int, stop: int) -> NDArray[np.uint32]:
@@ -379,7 +379,7 @@ class TokenStore:
     """An open store. Opening reads metadata and every shard's size and index, no tokens."""
 
     tokenizer: TokenizerIdentity
-    """What it was written with."""
+    """The tokenizer that it was written with."""
     weights: dict[str, float] | None
     """Default share of every training source in the samples; none: by their tokens."""
     classes: dict[str, list[str]]
@@ -398,7 +398,7 @@ class TokenStore:
             name: TokenSource(path / name, name, is_checked=root.is_checked, files=files) for name in root.sources
         }
         self.title = str(path)
-        """What messages call it."""
+        """Its name in messages."""
         self.parts: tuple[TokenStore, ...] = (self,)
         """The stores on disk that it is made of."""
 
@@ -425,7 +425,7 @@ class TokenStore:
         return self.sources[name]
 
     def class_name(self, array: str, number: int) -> str:
-        """What the store calls class ``number`` of an array of documents; its number where it has no name."""
+        """Name of class ``number`` of an array of documents; the number if the class has no name."""
         names = self.classes.get(array, [])
         return names[number] if 0 <= number < len(names) else str(number)
 
@@ -447,12 +447,12 @@ class TokenStore:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def report(self) -> dict[str, Any]:
-        """What the preparation counted: the content of ``report.json``."""
+        """The counts of the preparation: the content of ``report.json``."""
         return read_json(self.path / REPORT_FILE)
 
 
 def source_identity(source: TokenSource) -> dict[str, Any]:
-    """What tells two sources apart, as plain values."""
+    """Values that identify a source, as plain values."""
     return {
         "split": source.split,
         "documents": source.num_documents,

@@ -1,4 +1,4 @@
-"""Brings a store of an earlier format to this one: adds the hashes of blocks to what is there.
+"""Brings a store of an earlier format to this one: adds the hashes of blocks to its arrays.
 
 The store is verified whole first, and each shard once more while its blocks are hashed: hashes are only made of what
 was prepared. The store's own ``zarr.json`` comes last, by one rename; until then it is a whole store of its old format,

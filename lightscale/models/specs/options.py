@@ -192,7 +192,7 @@ class RopeScalingOptions(Section):
     rope_type: Literal["llama3"] = "llama3"
     """llama3: scaling of Llama 3.1; waves with few turns in the first length are slowed down by the factor."""
     factor: Positive
-    """By how much the slowest waves are slowed down."""
+    """Factor by which the slowest waves are slowed down."""
     low_freq_factor: Positive
     """Waves with fewer turns in the first length are slowed down by the full factor."""
     high_freq_factor: Positive

@@ -7,7 +7,7 @@ from lightscale.kernels.operators import get_operator
 from lightscale.models.specs.interface import EmbeddingPartSpec, PartExchange, PartParameter
 
 DECAYS_TERM = "TPE decays"
-"""What the decays count as."""
+"""Term of the decays in counts of parameters."""
 
 
 class TPESpec(EmbeddingPartSpec):

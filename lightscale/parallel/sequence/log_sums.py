@@ -1,4 +1,4 @@
-"""States that are the log of a sum and nothing else (CausalRN, BiRN): what segments of a row do to them.
+"""States that are only the log of a sum (CausalRN, BiRN): the effect of segments of a row on them.
 
 Sums add up, and a token's share of a sum is known where the sum is: backward only the cotangents of sums travel.
 """

@@ -89,12 +89,12 @@ TERMINAL_PUNCTUATION = frozenset(
     for span in _SENTENCE_TERMINAL.split()
     for point in range(int(span.split("-")[0], 16), int(span.split("-")[-1], 16) + 1)
 )
-"""What ends a sentence, in any script: Unicode's property Sentence_Terminal, with three Khmer marks."""
+"""Marks that end a sentence, in any script: Unicode's property Sentence_Terminal, with three Khmer marks."""
 _CONTROLS = map(chr, (*range(9), *range(11, 32), *range(127, 160)))
 PUNCTUATION = TERMINAL_PUNCTUATION.union(
     "\"#$%&'()*+,-/:;<=>@[\\]^_`{|}~«´»–—’“”„…∶━►、〈〉《》「」【】％（），１：；～", _CONTROLS
 )
-"""What a word of marks alone consists of."""
+"""Characters of a word of marks alone."""
 
 
 def words_of(text: str) -> list[str]:
@@ -103,7 +103,7 @@ def words_of(text: str) -> list[str]:
 
 
 def num_sentences(line: str) -> int:
-    """How many sentences a line without line ends has: a new one begins behind a mark of ``TERMINAL_PUNCTUATION``."""
+    """Number of sentences of a line without line ends: a new one begins behind a mark of ``TERMINAL_PUNCTUATION``."""
     count, ended = 1, False
     for word in words_of(line):
         if word in TERMINAL_PUNCTUATION:

@@ -105,7 +105,7 @@ _FORMS: Final[dict[Kind, _Form]] = {
 
 
 class MaskFilter(Section):
-    """Replaces what has the form of personal data. Drops nothing."""
+    """Replaces text in the form of personal data. Drops no document."""
 
     kinds: list[Kind] = Field(default_factory=lambda: list(_FORMS), min_length=1)
     """email; public ipv4 and ipv6 addresses; card: payment cards, by their checksum; resident_id: Chinese identity

@@ -1,4 +1,4 @@
-"""Access points: where in a compressed file unpacking can begin without what comes before.
+"""Access points: places in a compressed file where unpacking can begin without the data before.
 
 One is where a gzip member, a bzip2 stream or a zstandard frame begins; and, in a gzip member, where a deflate block
 begins (RFC 1951), if the 32 KiB of text before it are known: what zlib's ``zran.c`` does. Python's zlib does not say
@@ -58,7 +58,7 @@ class AccessPoint:
 class GzipMember:
     """Unpacks a member of a gzip file from its beginning or from a point inside, and finds points.
 
-    As ``zlib.decompressobj(31)``, also in what it raises of damage.
+    As ``zlib.decompressobj(31)``, with the same errors for damaged data.
     """
 
     def __init__(self, point: AccessPoint | None = None) -> None:

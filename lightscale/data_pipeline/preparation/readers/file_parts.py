@@ -25,7 +25,7 @@ class PartBegin:
     packed: int = 0
     """The byte of the file that was read up to there; its own are counted from it."""
     known: Any = None
-    """What the format knows of the content before, as JSON has it."""
+    """State of the format reader at this place, as JSON."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

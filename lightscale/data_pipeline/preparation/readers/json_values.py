@@ -21,7 +21,7 @@ _BETWEEN = b" \t\r\n,\xef\xbb\xbf"
 
 
 class JsonValues(InputFormat):
-    """A whole file is a range: what a byte in the middle is inside of, only those before it say."""
+    """A whole file is one range: the nesting at a byte depends on all bytes before it."""
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """Its objects."""

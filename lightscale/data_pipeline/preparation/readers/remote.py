@@ -31,14 +31,14 @@ class RemoteStatus:
 
     st_size: int
     st_mtime_ns: int
-    """A hash of the ETag or the time of change that the server says; 0 where it says neither."""
+    """A hash of the ETag or of the time of change that the server sends; 0 without both."""
     gives_parts: bool
     """Whether the server gives ranges of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A file by its URL, with what of ``pathlib.Path`` reading needs."""
+    """A file by its URL, with the part of ``pathlib.Path`` that reading needs."""
 
     url: str
 
@@ -51,7 +51,7 @@ class RemotePath:
         return self.url.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     def stat(self) -> RemoteStatus:
-        """Its size, and what changes when it changes. ``OSError`` where it cannot be had."""
+        """Its size, and a number that changes with its content. Raises ``OSError`` if the server reports no length."""
         system = _system(self.url)
         info = _retried(self.url, lambda: system.info(self.url))
         if info.get("size") is None:

@@ -71,7 +71,7 @@ class _Unpacker(Protocol):
 
 
 def contents(content: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[bytes]:
-    """What is in the open file ``content`` from where it stands, unpacked where the file is compressed.
+    """The content of the open file ``content`` from its position on, unpacked if the file is compressed.
 
     Of a part of a compressed file: from its first document on.
     """

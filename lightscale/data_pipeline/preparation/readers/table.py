@@ -15,7 +15,7 @@ TEXT = "text"
 
 @dataclass(frozen=True, kw_only=True)
 class InputFormatEntry:
-    """What is said of a format without importing it."""
+    """Properties of a format, known without importing it."""
 
     suffixes: tuple[str, ...]
     """Ends of the names of its files, without those of compression."""
@@ -30,7 +30,7 @@ class InputFormatEntry:
     holds_many: bool = True
     """A file of it holds many documents."""
     in_directories: bool = True
-    """Read in directories unless the source says otherwise."""
+    """Whether files of the format in directories are read by default."""
 
     def load(self, file: SourceFile) -> InputFormat:
         """The format. ``UserError``: a package that it needs to read ``file`` is missing."""
