@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from lightscale.errors import UserError
@@ -57,9 +56,7 @@ class Follower:
         self._renewing.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._renewing.stop()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)

@@ -25,7 +25,6 @@ import sys
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self
 
 import psutil
@@ -136,9 +135,7 @@ class RunLock:
         self._renewing.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._renewing.stop()
         # Emptied, not removed: numbers only grow, or a process that read the directory before could take one beside the
         # next holder. And before close, which releases the flock: a file that still names a holder, unlocked, is that

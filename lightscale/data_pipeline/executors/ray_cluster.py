@@ -5,7 +5,6 @@ import os
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lightscale.data_pipeline.executors.interface import MOST_LOSSES, HandsOut, MakeContext, Task
@@ -40,9 +39,7 @@ class RayCluster(HandsOut[Any]):
         self._remote = self._ray.remote(num_cpus=1, max_retries=MOST_LOSSES, retry_exceptions=False)(_run_in)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._is_own:
             self._ray.shutdown()
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import psutil
@@ -41,9 +41,7 @@ class StopRelay:
         self._relaying.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._relaying.stop()
         while self._previous:
             signal.signal(*self._previous.popitem())

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import psutil
@@ -81,9 +80,7 @@ class Exports:
             self._begin_next()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._current is not None:
             again = f"{self._run.path}@{self._current.step}"
             self._journal.say(f"the export of {again} is not finished: resume the run, or lightscale export {again}")

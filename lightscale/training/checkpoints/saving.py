@@ -212,19 +212,9 @@ class Saver:
         written, self._written = self._written, None
         return written.result()
 
-    def save(
-        self,
-        engine: Engine,
-        *,
-        step: int,
-        common: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        about: Mapping[str, Any] | None = None,
-        retention: Retention | None = None,
-        contents: Sequence[Contents] = ("full",),
-    ) -> Saved:
-        """``begin`` and ``finish``."""
-        self.begin(engine, step=step, common=common, facts=facts, about=about, retention=retention, contents=contents)
+    def save(self, engine: Engine, **arguments: Any) -> Saved:
+        """``begin`` with these arguments, and ``finish``."""
+        self.begin(engine, **arguments)
         return self.finish()
 
     def _copy(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
