@@ -1,9 +1,8 @@
 """Interface of executors, which run the tasks of a preparation on any engine.
 
-All executors run the same tasks and leave the same files. A task returns nothing: its result is a file that appears by
-one rename when it is whole. So an executor needs no results, no order of tasks and no memory of what is done; whatever
-was interrupted is run again, and finds finished files. Nor does it matter if a task that was taken for lost goes on
-beside its repetition.
+All executors run the same tasks and leave the same files. A task returns no value: its result is a file that appears by
+one rename when it is complete. An executor therefore needs no results, no order of tasks and no record of finished
+ones. Interrupted tasks run again and find finished files. A task that was taken for lost may run beside its repetition.
 """
 
 from abc import abstractmethod

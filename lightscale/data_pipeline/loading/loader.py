@@ -1,11 +1,11 @@
-"""From token stores to batches: which tokens a rank holds at a step, as a pure function of (seed, tokens consumed).
+"""From token stores to batches: the tokens of a rank at a step, a pure function of (seed, tokens consumed).
 
     tokens consumed ─curriculum.py─▶ curriculum stage, sample indices of the step
     sample index ─order.py─▶ source, epoch, window ─windows.py─▶ ranges of documents ─pread─▶ tokens, labels, positions
     samples of the step ─LoaderLayout─▶ this rank's micro-batches
 
-The layout is applied last, and neither it nor the length of the run enters the order. So any number of ranks reads the
-same samples, a run resumes on another number of ranks, and the loader's whole state is the number of tokens consumed.
+The layout is applied last; neither it nor the length of the run enters the order. Any number of ranks therefore reads
+the same samples, and a run resumes on another number of ranks. The loader's state is the number of consumed tokens.
 """
 
 import sys
@@ -119,8 +119,8 @@ class TokenLoader:
 
         ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
         for the last curriculum stage, that of ``sequence_length``. ``index_dir``: where the indices of
-        ``packing`` = "whole" are kept. ``targets``: what is predicted; None: the next token. Raises ``UserError`` for
-        sizes that do not divide and sources that are not there or hold validation data.
+        ``packing`` = "whole" are kept. ``targets``: makes the labels; None: the next token. Raises ``UserError`` for
+        sizes that do not divide, unknown sources, and sources of validation data.
         """
         self.store = store
         self.sequence_length = sequence_length
@@ -393,7 +393,7 @@ def validation_batches(
 
     The windows are those of ``concat``, however training packs. Every data rank gets the same number of batches of
     the same shape: micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window
-    repeat the first one with ``loss_mask`` 0. ``targets``: what is predicted; None: the next token.
+    repeat the first one with ``loss_mask`` 0. ``targets``: makes the labels; None: the next token.
     """
     # One kind of window for every run: losses of runs that pack differently can be compared.
     windows, buffers = ConcatWindows(source, sequence_length), Buffers()

@@ -2,9 +2,8 @@
 
 A window has n = ``sequence_length`` slots, one for each input token. It is described by document ranges: consecutive
 tokens of one document each, or padding, which belongs to no document. ``concat`` windows are neighbours in the stream
-of documents, ``joined`` ones the same without resets between documents; those of ``whole`` (``packing.py``) are put
-together so that documents stay whole. What follows, reading, labels and the segment of a sequence rank, is the same for
-all.
+of documents, ``joined`` ones the same without resets between documents. ``whole`` windows (``packing.py``) keep
+documents whole. Reading, labels and the segment of a sequence rank are the same for all three.
 """
 
 import functools
@@ -70,8 +69,8 @@ class Batch:
     def positions(self) -> torch.Tensor:
         """int64: tokens since the document's or, if later, the window's start; 0 exactly where one starts.
 
-        Padding counts as a document of its own, so that no state reaches or leaves it. Made of ``start_slots`` when
-        it is first asked for, on the device that they are on: that is fewer bytes to move there.
+        Padding counts as a separate document, so that no state reaches or leaves it. Computed from ``start_slots`` at
+        the first access, on their device: these are fewer bytes to move there.
         """
         return self._positions
 
@@ -97,7 +96,7 @@ class Batch:
         return Batch(**moved, host_starts=self.document_starts[:2], tokens_after=self.tokens_after)
 
     def pinned(self) -> "Batch":
-        """The same in memory that a GPU copies from by itself; what is there already is not copied."""
+        """The same in pinned memory, from which a GPU copies asynchronously; pinned tensors are not copied."""
         # Contiguous: anything else would be copied once more, from memory that is not pinned.
         pinned = {name: tensor.contiguous().pin_memory() for name, tensor in self._tensors().items()}
         return Batch(**pinned, host_starts=self.host_starts, tokens_after=self.tokens_after)
@@ -135,8 +134,8 @@ class Windows(Protocol):
 class ConcatWindows:
     """Neighbouring windows over the stream of documents, document boundaries being ignored.
 
-    Window w has the tokens w n … (w + 1) n - 1 as inputs; one token more is its last label. What is left at the
-    end of a source, less than a window, is never read. A window is found by arithmetic; there is no index.
+    Window w has the tokens w n … (w + 1) n - 1 as inputs; one token more is its last label. The rest at the end of a
+    source, less than a window, is never read. A window is found by arithmetic; there is no index.
     """
 
     is_contiguous: ClassVar[bool] = True
@@ -215,9 +214,9 @@ def read_batch(
 
     ``shift``: 1, the label of a token is the next one; 0, itself.
 
-    ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it. ``range_starts``: what
-    ``find_range_starts`` gives for ``rows``, where it was asked before. ``source_numbers``: of each source by its name,
-    for ``Batch.sources``; None: there is one.
+    ``padding_id``: the end-of-text token; ``ConcatWindows`` do not use it. ``range_starts``: an earlier result of
+    ``find_range_starts`` for ``rows``. ``source_numbers``: of each source by its name, for ``Batch.sources``; None:
+    there is one source.
     """
     shape = (len(rows), last - first)
     if rows[0][0].is_contiguous:

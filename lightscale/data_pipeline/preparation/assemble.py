@@ -1,7 +1,7 @@
 """From units to shards: the kept documents of every unit, in order, cut into shard files that are written separately.
 
-A shard does not begin where a unit begins. Counting what is kept of every unit first says which units, and which
-documents of them, each shard file holds; so shards are tasks that know nothing of each other.
+A shard does not begin where a unit begins. The counts of kept documents of every unit give the units and documents of
+each shard file. Shards are therefore independent tasks.
 
 kept/NNNNNN.json                  counts of a unit by split, its dropped duplicates, lengths
 shards/SOURCE.ARRAY/NNNNNN.json   hashes of a finished shard; of tokens also NNNNNN.npy, how often each id is in it
@@ -119,11 +119,11 @@ class OutputSource:
     split: Split
     units: list[UnitSummary]
     unit_documents: list[int]
-    """Documents that are kept, by unit; likewise"""
+    """Kept documents, by unit."""
     unit_tokens: list[int]
-    """their tokens with end of text."""
+    """Tokens of the kept documents with end of text, by unit."""
     unit_id_bytes: list[int]
-    """and the bytes of their own ids."""
+    """Bytes of the kept documents' own ids, by unit."""
     num_bytes: int
     classes: dict[str, int]
     """Documents of each class that has some, by name; none: they have none."""

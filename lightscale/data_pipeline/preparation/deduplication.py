@@ -1,16 +1,16 @@
-"""Which documents are dropped as duplicates of an earlier one, over all units: first exact, then near duplicates.
+"""Documents to drop as duplicates of an earlier one, over all units: first exact, then near duplicates.
 
-    duplicates/exact-keys.json            the key files of all units, and how many ranges of keys there are
+    duplicates/exact-keys.json            the key files of all units, and the number of ranges of keys
     duplicates/exact-keys-1/NNNNNN        key files merged, FAN_IN into one; -2 those of -1, while there are more
-    duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show, or of some neighbouring ones
+    duplicates/exact-pairs-0/NNNNNN.npy   the pairs of one range of keys, or of some neighbouring ones
     duplicates/exact-pairs-1/NNNNNN.npy   the pairs of some ranges, united; -2 those of -1, and so on
     duplicates/exact.npy                  (2, n): the documents to drop, ascending, and the kept one for each
     store/document_keys/exact/NNNNNN      the keys of one range, each once, for ``data add`` (``keep_keys``)
-    keys/exact/NNNNNN.json                how many these are, and their hash
+    keys/exact/NNNNNN.json                the number of these keys, and their hash
 
-and near… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but ranges of
-keys over all key files; they know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
-files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, and no faster.
+and the same for near duplicates. Documents that share a key may be in different units. A task is therefore not a unit
+but some ranges of keys over all key files, independent of the others (``dedup/README.md``). Every task reads at most
+``FAN_IN`` files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, no faster.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Classes of documents: out of a field of jsonl objects or a column of parquet files, into numbers from 0 on.
 
-A class is a string or a whole number there; its name is its text. The classes of a corpus are those that it lists, in
-that order, or those found in the documents that are kept: sorted, by value where all are whole numbers. So their
-numbers depend on the documents alone. ``report.json`` and the store have the names.
+A class is a string or a whole number there; its name is its text. A corpus lists its classes in order. Without a list,
+its classes are those of the kept documents, sorted (by value if all are whole numbers), so that their numbers depend on
+the documents alone. ``report.json`` and the store have the names.
 """
 
 import json

@@ -4,10 +4,10 @@
     deduplicate                                      some key files, or a range of keys, at a time deduplication.py
     write                                            a shard file at a time                       assemble.py
 
-A unit of work is a part of the corpus that one task processes (``plan.py``). Nothing depends on time, machine, the
-number of workers or interruptions: the same corpus and versions give the same store, byte for byte. What is finished is
-kept in STORE.work; the same command continues from there. The README of
-``data_pipeline`` says what takes memory as the corpus grows.
+A unit of work is a part of the corpus that one task processes (``plan.py``). The result does not depend on time,
+machine, number of workers or interruptions: the same corpus and versions give the same store, byte for byte. Finished
+work is kept in STORE.work, and the same command continues from it. The README of ``data_pipeline`` lists the uses of
+memory that grow with the corpus.
 """
 
 import functools
@@ -90,8 +90,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the store ``out`` and return its report. Continues from the results of an interrupted call in OUT.work.
 
-    Raises ``UserError`` for mistakes in the corpus, a corpus with nothing to train on, a path that exists, another
-    corpus in OUT.work and a full disk. There is no ``out`` then; where any unit is finished, OUT.work stays.
+    Raises ``UserError`` for mistakes in the corpus, a corpus without training data, an existing ``out``, another corpus
+    in OUT.work, and a full disk. There is no ``out`` then; OUT.work stays if any unit is finished.
     """
     options = options or PrepareOptions()
     work = WorkDirectory.beside(out)

@@ -1,19 +1,19 @@
-"""The work directory of a preparation, STORE.work: what is finished in it stays finished, whatever happens.
+"""The work directory of a preparation, STORE.work: finished work stays finished after any interruption.
 
-    state.json          what is being made: corpus, versions, files; a restart compares it
-    plan.jsonl          the units of work, one a line
+    state.json          description of the store: corpus, versions, files; a restart compares it
+    plan.jsonl          the units of work, one per line
     tokenizer/          the tokenizer, complete
     samples/NNNNNN.json texts that train it
     parts/NNNNNN/       of a unit that is one large compressed file: its finished parts (``unit_parts.py``)
-    units/NNNNNN/       what became of the documents of a unit (``units.py``)
-    duplicates/         which documents are dropped (``deduplication.py``)
-    kept/NNNNNN.json    what is kept of a unit
+    units/NNNNNN/       the results for the documents of a unit (``units.py``)
+    duplicates/         the duplicates to drop (``deduplication.py``)
+    kept/NNNNNN.json    the kept documents of a unit
     keys/               hashes of the finished files of keys
     shards/             hashes and counts of the finished shards
     store/              the store, until it gets its name
 
-Everything is written under a temporary name and renamed when it is whole, so that a name in the directory means
-finished work: there is no other record of it.
+Every file is written under a temporary name and renamed when it is complete. A name in the directory means finished
+work; there is no other record of it.
 """
 
 import contextlib

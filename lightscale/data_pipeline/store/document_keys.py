@@ -3,9 +3,9 @@
     STORE/document_keys/keys.json       by kind: the number of records and the XXH3-128 of every file
     STORE/document_keys/KIND/NNNNNN     the keys of an equal range of all possible ones each, ascending, each once
 
-Exact: 16 bytes for every text that differs; near: 8 bytes for every band that differs, 14 of a document. Those of
-documents that were dropped as duplicates are there too: what is like a copy that was dropped is dropped from
-nothing as well. Which document has a key is not kept, because of duplicates the earlier one stays.
+Exact: 16 bytes for every distinct text; near: 8 bytes for every distinct band, 14 per document. Keys of dropped
+duplicates are included: a new document that resembles a dropped copy is a duplicate too. The document of a key is not
+stored, because the earlier document always stays.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

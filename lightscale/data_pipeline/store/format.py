@@ -6,22 +6,22 @@
     STORE/SOURCE/doc_ends/               uint64, (documents,): where each document ends in tokens, ascending
     STORE/SOURCE/hashes/ARRAY/           uint64: hashes of the blocks of each array (``blocks.py``)
     STORE/tokenizer/                     the tokenizer, complete
-    STORE/report.json, report.html       what the preparation counted, for programs and for browsers
+    STORE/report.json, report.html       the counts of the preparation, for programs and for browsers
 
-and where there is something to say:
+and, if the store has them:
 
     STORE/SOURCE/loss_mask/              uint8, (tokens,): 1 where the token counts as a label
-    STORE/SOURCE/documents.NAME/         (documents,) or (documents, width): what a task knows of each document
+    STORE/SOURCE/documents.NAME/         (documents,) or (documents, width): values of a task for each document
     STORE/SOURCE/origins/                uint32, (documents, 4): where each document came from (``origins.py``)
     STORE/SOURCE/ids/, id_ends/          uint8, uint64: the ids or URLs that documents had, one after another
     STORE/input_files/                   the names and sizes of the files that the documents came from
-    STORE/document_keys/                 what finds duplicates of its documents in other files (``document_keys.py``)
+    STORE/document_keys/                 keys to find duplicates of its documents in other files (``document_keys.py``)
 
-Hashes are XXH3-128: one for every shard file, and one of a source: the hash of its shards' hashes (binary, those of
-tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can make it without reading
-anything twice. Hashes of blocks and origins are no part of it: the same tokens are the same data, in any format.
+Hashes are XXH3-128: one for every shard file, and one for a source. The latter is the hash of its shards' hashes
+(binary, those of tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can compute it
+without a second read. Hashes of blocks and origins are no part of it: the same tokens are the same data in any format.
 
-Format 1 had neither hashes of blocks nor anything of the second list; it is read, and ``upgrade.py`` makes it format 2.
+Format 1 had neither hashes of blocks nor the second list. It can be read, and ``upgrade.py`` makes it format 2.
 """
 
 import json
@@ -223,9 +223,9 @@ def write_root(
 ) -> None:
     """Tokenizer, report and last the ``zarr.json`` of a store whose ``sources`` are there.
 
-    ``weights``: default share of every source in the training samples; none: by their tokens. ``classes``: names of
-    what arrays of documents hold the numbers of, by array. ``format_version`` 1: of a store without hashes of blocks,
-    for measurements.
+    ``weights``: default share of every source in the training samples; none: by their tokens. ``classes``: names of the
+    classes whose numbers an array of documents holds, by array. ``format_version`` 1: of a store without hashes of
+    blocks, for measurements.
     """
     (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
     tokenizer.save(directory / TOKENIZER_DIR)

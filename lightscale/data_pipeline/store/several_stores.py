@@ -1,7 +1,7 @@
 """Several token stores read as one: `[data] stores`.
 
-A source of the store NAME is called NAME/SOURCE, which no source of one store can be called. All else that reads a
-store reads them alike: order, resuming, checks and the names of documents do not know how many directories there are.
+A source of the store NAME has the name NAME/SOURCE, which no source of a single store can have. All other readers work
+as with one store: order, resuming, checks and names of documents do not depend on the number of directories.
 """
 
 import math

@@ -49,11 +49,11 @@ class _ShardFile:
 class ShardedArray:
     """Reads an array written by ``ShardWriter``, several threads at a time if need be.
 
-    Ranges are read by pread: unlike with a memory map, what was read does not stay in the process's memory.
-    At most 64 shard files are open at once.
+    Ranges are read by pread: unlike with a memory map, values do not stay in the process's memory. At most 64 shard
+    files are open at once.
 
-    With block hashes every block is compared when it is first read, and a byte a block keeps that. After reads, at most
-    every millisecond, the time of the file's last change is looked at: what somebody wrote since is compared again.
+    With block hashes every block is verified at its first read; one byte per block records this. After reads, at most
+    every millisecond, the reader checks the time of the file's last change. It verifies a changed file again.
     """
 
     def __init__(self, directory: Path, *, hashes: BlockHashes | None = None) -> None:
@@ -86,7 +86,7 @@ class ShardedArray:
     def check_sizes(self) -> None:
         """``UserError`` for a shard that is not of the size that its values need; none is opened.
 
-        For one process that starts many others: they look at what they read.
+        For one process that starts many others, which verify the blocks that they read.
         """
         for shard in range(self.num_shards):
             try:
@@ -135,7 +135,7 @@ class ShardedArray:
         return values if first else np.concatenate([np.zeros(1, dtype=self._dtype), values])
 
     def between_each(self, lows: NDArray[np.int64], highs: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """``between`` of each pair of (k,) ``lows`` and ``highs``, one after another, and (k,) how many each gave."""
+        """``between`` of each pair of (k,) ``lows`` and ``highs``, one after another, and (k,) their numbers."""
         shard = self._shard_of(int(lows.min()))
         if shard == self._shard_of(int(highs.max())) < self.num_shards:
             values, (firsts, ends) = self._bisect(shard, np.array([lows, highs]))

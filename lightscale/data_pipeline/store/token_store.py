@@ -170,8 +170,8 @@ def _checked_mask(loss_mask: ArrayLike | None, length: int) -> NDArray[np.uint8]
 class StoreWriter:
     """Writes a store under a temporary name beside ``path``; ``finish`` makes it visible by one rename.
 
-    Use it as a context manager. Leaving it without ``finish`` removes what was written. A full disk ends in a
-    ``UserError`` that names ``path``, and leaves nothing behind.
+    Use it as a context manager. Leaving it without ``finish`` removes the written files. A full disk raises a
+    ``UserError`` that names ``path``, and leaves no files.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class StoreWriter:
         chunk_tokens: int = CHUNK_TOKENS,
         classes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """``classes``: names of what arrays of documents hold the numbers of, by array."""
+        """``classes``: names of the classes whose numbers an array of documents holds, by array."""
         self.path, self._classes = path, classes
         self._tokenizer = tokenizer
         self._layout = (shard_tokens, chunk_tokens)
@@ -221,9 +221,9 @@ class StoreWriter:
     ) -> SourceWriter:
         """A new source. One that gets no document does not appear in the store.
 
-        ``has_loss_mask``: its documents say which of their tokens count as labels. ``documents``: arrays with a value
-        for each document, by name: ``{"label": "int32", "target": ("float32", (3,))}``. ``ValueError`` for a type
-        that a store cannot hold.
+        ``has_loss_mask``: whether its documents have a mask of the tokens that count as labels. ``documents``: arrays
+        with a value for each document, by name: ``{"label": "int32", "target": ("float32", (3,))}``. Raises
+        ``ValueError`` for a type that a store cannot hold.
         """
         check_source_name(name)
         if name in self._sources:
@@ -352,8 +352,8 @@ class TokenSource:
     def document_starts_each(
         self, starts: NDArray[np.int64], num_tokens: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``document_starts`` of the ``num_tokens`` from each of (k,) ``starts`` on: (m,) one after another, and (k,)
-        how many there are of each.
+        """``document_starts`` of the ``num_tokens`` from each of (k,) ``starts`` on: (m,) one after another, and their
+        numbers (k,).
         """
         found, counts = self._doc_ends.between_each(starts, starts + (num_tokens - 1))
         return found.astype(np.int64), counts

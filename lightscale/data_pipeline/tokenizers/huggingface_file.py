@@ -38,7 +38,7 @@ class HuggingFaceTokenizer:
     def __init__(self, file: bytes, *, origin: str, end_of_text: str | None = None) -> None:
         """``file``: content of a ``tokenizer.json``; ``origin`` names it in a ``UserError``.
 
-        ``end_of_text``: its token between documents; none: the first that the file has of those in use.
+        ``end_of_text``: its token between documents; none: the first of the usual ones that the file has.
         """
         self.file = file
         self._tokenizer, special = _parse(file, origin)

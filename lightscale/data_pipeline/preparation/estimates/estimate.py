@@ -100,13 +100,13 @@ class SourceEstimate:
     file_bytes: int = 0
     """Of all files, compressed as they are."""
     whole_sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    """Of files that are read as a whole, in bytes: 8 bytes of memory each. Likewise"""
+    """Sizes in bytes of files that are read as a whole; each takes 8 bytes of memory."""
     divided_sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    """of those that are read in ranges."""
+    """Sizes in bytes of files that are read in ranges."""
     part_sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    """Of those among the former that are read part after part, if each is a unit by itself."""
+    """Sizes of files among ``whole_sizes`` that are read part after part, if each is a separate unit."""
     samples: list[FileSample] = field(default_factory=list)
-    """Of some files. Each is scaled by itself, and their sum to the source: files of a source may differ much."""
+    """Of some files. Each is scaled separately, and their sum to the source: files of a source may differ much."""
     kept_tokens: int = 0
     """Of the sampled documents that are kept, without end of text."""
     dropped: Counter[str] = field(default_factory=Counter)

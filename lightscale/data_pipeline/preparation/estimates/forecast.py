@@ -1,8 +1,8 @@
 """Time, disk, memory and file opens of a preparation on some hosts, from the estimate of a sample.
 
-What each step does is scaled from what the sample's did: units by their text, duplicates and shards by documents and
-tokens, at the speed that some drawn ones have here. Tasks of a step are divided among all workers, but none is shorter
-than its longest task: a file that cannot be divided is one. Between steps, one process works alone.
+The work of each step is scaled from that of the sample: units by their text, duplicates and shards by documents and
+tokens, at a speed measured on generated ones. Tasks of a step are divided among all workers. No step is shorter than
+its longest task, such as a file that cannot be divided. Between steps, one process works alone.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""Words and sentences as the field's English filters count them: punctuation marks are words of their own.
+"""Words and sentences as the field's English filters count them: punctuation marks are separate words.
 
 datatrove's filters take spaCy's English words. These follow the same rules, with the abbreviations that are common in
-text: what stands between spaces loses marks at both ends, one after the other, and is then divided at marks within.
-``tests/data_pipeline/preparation/filters/test_field.py`` holds how far decisions agree.
+text. A part between spaces loses the marks at both ends, one after the other, and is then divided at inner marks.
+``tests/data_pipeline/preparation/filters/test_field.py`` asserts the agreement of decisions.
 """
 
 import re

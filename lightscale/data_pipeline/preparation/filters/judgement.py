@@ -31,7 +31,7 @@ class Step(Protocol):
 
 
 class FileSection(Section):
-    """The options of a filter that reads files: what they hold is part of the corpus, as its texts are."""
+    """The options of a filter that reads files: their content is part of the corpus, like its texts."""
 
     def files(self) -> list[str]:
         """Their paths."""

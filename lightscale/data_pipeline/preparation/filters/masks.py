@@ -1,7 +1,7 @@
 """Personal data by its form: addresses and numbers in a text become fixed tokens.
 
-A form is a pattern and, where there is one, a check of what it found (a checksum, a public address). Names and places
-have no form, and stay.
+A form is a pattern, some with a check of the match (a checksum, a public address). Names and places have no form, and
+stay.
 """
 
 import ipaddress

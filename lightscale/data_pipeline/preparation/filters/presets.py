@@ -1,7 +1,7 @@
 """The field's English filters, deciding as datatrove's do: Gopher's quality and repetition, FineWeb's.
 
-Their words are those of ``field_words.py``; what differs from the rules of ``rules.py`` is in the README. ``c4.py``
-has the filter that also takes out lines.
+Their words are those of ``field_words.py``; the README lists differences from the rules of ``rules.py``. ``c4.py`` has
+the filter that also removes lines.
 """
 
 import math

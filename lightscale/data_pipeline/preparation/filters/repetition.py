@@ -1,8 +1,8 @@
 """Share of repetition in a text: the most frequent n-gram, and repeated n-grams.
 
 n-grams of units (words, or characters) are compared by 64-bit hashes of the units' ids; n goes up in one chain, each
-step from the hashes of the one before. Sorting is what costs, so bounds come first: most texts are cleared by
-sorting the shortest n-grams of each of the two rules once.
+step from the hashes of the one before. Sorting dominates the cost, so bounds come first: most texts pass after one sort
+of the shortest n-grams of each of the two rules.
 """
 
 from collections.abc import Mapping

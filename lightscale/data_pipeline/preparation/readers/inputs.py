@@ -109,7 +109,7 @@ class ReadOptions:
     """The fields to read from a file."""
 
     text_field: str = "text"
-    """Of objects and rows. ``a.b`` is field b of field a, where there is none of that name."""
+    """Of objects and rows. ``a.b`` is field b of field a, if no field has that name."""
     format: str | None = None
     """Of the files, whatever their suffixes; none: by these."""
     id_field: str | None = None

@@ -40,7 +40,7 @@ class RawDocument:
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """What goes with the reading of a file range; of its next part, when that is begun with what is open."""
+    """State of the reading of a file range; of its next part, if that begins with the same open file."""
 
     problems: Problems
     """Counts unreadable parts."""
@@ -58,7 +58,7 @@ class Reading:
     def end_before(self, document: int, known: Any = None) -> PartBegin | None:
         """The end of the part, if it ends before the document at byte ``document`` of the content; else None.
 
-        ``known``: what the format must know of the content before it to begin there, as JSON has it.
+        ``known``: state of the format reader that is needed to begin there, as JSON.
         """
         return None if self.part is None else self.part.end_before(document, known)
 
@@ -117,8 +117,8 @@ class InputFormat(ABC):
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """The documents of a range, in order; unreadable parts are counted and passed over.
 
-        Of a compressed file: from ``reading.begin`` on, and between documents what ``reading.end_before`` gives, if it
-        does. ``reading`` is then of the next part. ``OSError`` where the file cannot be read.
+        Of a compressed file: from ``reading.begin`` on. Between documents come the ends of parts that
+        ``reading.end_before`` returns; ``reading`` is then of the next part. Raises ``OSError`` for an unreadable file.
         """
 
 

@@ -1,7 +1,7 @@
 """Files that are not on this machine: s3://BUCKET/KEY, http:// and https://, through fsspec.
 
-A request that fails is made again, for some seconds; what fails then is an ``OSError``, like that of a disk. Nothing is
-written here, but for files of servers that do not give parts of them: those are fetched whole, into a temporary file.
+A failed request is repeated for some seconds; then it raises ``OSError``, like a disk. Files of servers that send no
+parts are fetched whole into a temporary file; no other data is written to disk.
 """
 
 import importlib
@@ -126,7 +126,7 @@ def is_remote(entry: str) -> bool:
 
 
 def list_files(entry: str) -> Iterator[tuple[str, RemotePath]]:
-    """(its path below ``entry``, or its name; file) of what a URL means: a file, a pattern or a prefix, by name.
+    """(its path below ``entry``, or its name; file) for the files of a URL: a file, a pattern or a prefix, by name.
 
     ``UserError`` where there is nothing, and for patterns and directories of http, which cannot be listed.
     """

@@ -78,7 +78,7 @@ DEFAULT_SUFFIXES = tuple(suffix for suffix, name in _BY_SUFFIX.items() if FORMAT
 
 
 def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
-    """The format of ``file``: the one that is asked for, or by its suffix; or why it is of none."""
+    """The format of ``file``: the requested one, or by its suffix; or the reason that it has none."""
     name = file.path.name.lower()
     if options.format is not None:
         entry = FORMATS[options.format]
