@@ -365,7 +365,7 @@ class LanguageModel(LanguageModule):
         if not self.post_process or hidden_only:
             return hidden
         if isinstance(self.output_layer, LabelHead):
-            assert labels is not None, "what it predicts stands at the last tokens of documents"
+            assert labels is not None, "labels of documents stand at their last tokens"
             logits, last = self.output_layer(hidden, context)
             return label_losses(logits, last, labels, loss_mask, with_correct=with_correct)
         if with_correct:

@@ -173,8 +173,8 @@ class RelationOptions(Section):
             )
         if self.form == "quadratic" and self.activation == "exp" and self.pre_norm in ("approximate", "off"):
             raise ValueError(
-                f'pre_norm = "{self.pre_norm}" with form = "quadratic" and activation = "exp" is what form = "linear" '
-                'computes, without overflow; use form = "linear", or pre_norm = "exact"'
+                f'pre_norm = "{self.pre_norm}" with form = "quadratic" and activation = "exp": form = "linear" '
+                'computes the same without overflow; use form = "linear", or pre_norm = "exact"'
             )
         return self
 

@@ -50,7 +50,7 @@ def write_header(boxes: Sequence[tuple[Box, str]]) -> bytes:
         name = f"{box.key}@{','.join(map(str, box.offset))}"
         header[name] = {"dtype": dtype, "shape": box.sizes, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    assert len(text) < _MOST_BYTES and len(boxes) <= _MOST_BOXES, "what is written must be read again"
+    assert len(text) < _MOST_BYTES and len(boxes) <= _MOST_BOXES, "the header exceeds the limits of its reader"
     # So that the data begins at a multiple of 8, the largest element size.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
