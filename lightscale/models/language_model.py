@@ -457,7 +457,7 @@ class LanguageModel(LanguageModule):
     def whole_tokens(self) -> Iterator[None]:
         """Within, every tensor rank has all tokens between the layers; for passes without gradients.
 
-        Otherwise tensor ranks share the tokens of a row out, whose number they must divide: one token they cannot.
+        Outside of it, tensor ranks share the tokens of a row and must divide their number, so that a row has several.
         """
         # What Megatron's modules read at each call; the configuration is one object for all of them.
         objects = (self.config, *self.modules()) if self.config.sequence_parallel else ()

@@ -31,6 +31,6 @@ def apply_device_settings(environ: MutableMapping[str, str], *, tensor: int = 1)
 
 
 def describe_device_settings(environ: Mapping[str, str]) -> str:
-    """What is set, by whomever, for the log of a run."""
+    """The variables that are set, by a run or its user, for the log of a run."""
     names = (*_ALLOCATOR, "TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS")
     return "device settings: " + (", ".join(f"{n}={environ[n]}" for n in names if n in environ) or "none")

@@ -21,8 +21,8 @@ def keep_tokenizer(
 ) -> None:
     """Copy the tokenizer of `store` to `run`, unless it is there and whole; collective over `ranks`.
 
-    Raises UserError, on all of them, where the run keeps another tokenizer and `allow` does not name `data`, and where
-    the store's files are not those that the store was written with.
+    Raises UserError, on all ranks, if the run keeps another tokenizer and `allow` does not name `data`, or if the files
+    of the store have changed since it was written.
     """
 
     def keep() -> None:

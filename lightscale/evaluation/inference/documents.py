@@ -19,7 +19,7 @@ from lightscale.models.layers.states import chosen, joined
 PREFILL_TOKENS = 1024
 """Tokens of prompts that pass through the model at once; bounds the memory of activations."""
 ROOM_TOKENS = 64
-"""That states which grow take in before they are copied, where nobody knows how many will come."""
+"""Initial room, in tokens, of states that grow, if the number of further tokens is unknown."""
 
 
 class Documents:

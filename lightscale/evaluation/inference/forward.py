@@ -39,7 +39,7 @@ class Rows:
 
     columns: Columns
     states: States | None = None
-    """As they enter the rows; replaced by those that leave them. None: rows begin and end by themselves."""
+    """Incoming states of the rows, replaced by the outgoing ones. None: rows begin and end in this pass."""
 
 
 class Forward:

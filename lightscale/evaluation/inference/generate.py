@@ -31,7 +31,7 @@ class Continuation:
     def __init__(self, number: int, prompt: Prompt, tokenizer: Tokenizer) -> None:
         self.number, self.prompt = number, prompt
         self.ids: list[int] = []
-        """The end-of-text token, with which the model ends a text, is not among them; those of a stop string are."""
+        """Without the end-of-text token that ends a text; with the tokens of a stop string."""
         self.times_s: list[float] = []
         """When each came, by time.perf_counter."""
         self.ended: Ended | None = None

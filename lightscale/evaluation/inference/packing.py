@@ -86,7 +86,7 @@ def forest(
     Args:
         documents: all documents.
         numbers: the requested documents.
-        least_shared: tokens that must be shared for a prefix to be run by itself; None: none is.
+        least_shared: minimum of shared tokens of a prefix that is run separately; None: no prefix is.
         align: prefixes end at multiples of it.
     """
 
@@ -164,7 +164,7 @@ class Columns(NamedTuple):
 
 
 def columns(rows: Sequence[Sequence[Placed]], first: int, stop: int, *, filler: int) -> Columns:
-    """The columns ``first`` to ``stop`` of ``rows``; where no node stands, ``filler`` as documents of its own."""
+    """The columns ``first`` to ``stop`` of ``rows``; places without a node hold ``filler`` as separate documents."""
     shape = (len(rows), stop - first)
     tokens = np.full(shape, filler, dtype=np.int64)
     # Before the first node and behind the last one: the fillers of a row may as well be one document each.

@@ -1,7 +1,7 @@
 """Predictions for whole documents, on any layout: fillings of masks, labels, and one vector per document.
 
 Collective: every rank gives the same documents, in one order, and gets all predictions. Documents are packed into rows
-of whole ones, as requests are (``packing.py``); none depends on what else stands in its row.
+of whole ones, as requests are (``packing.py``); none depends on the other documents of its row.
 """
 
 import itertools

@@ -71,7 +71,7 @@ class SequenceContext:
 
     @cached_property
     def attention(self) -> DocumentAttention:
-        """Softmax attention of these rows' tokens to the tokens of this rank and of those before; without ``states``.
+        """Softmax attention of these rows' tokens to the tokens of this rank and of earlier ones; without ``states``.
 
         Its facts about the documents are computed once for all layers.
         """
@@ -138,7 +138,7 @@ class SequenceContext:
     ) -> "SequenceContext":
         """The context of rows with these ``positions`` (b, n).
 
-        ``starts``: of their documents, where the host knows them; None: they are read from ``positions``.
+        ``starts``: of their documents, if they are on the host; None: they are read from ``positions``.
         """
         b, n = positions.shape
         # One token to a row has no start inside it: generation on a GPU does not wait for the answer.

@@ -137,7 +137,7 @@ class DecayAttentionSpec(MixerSpec):
 
     @staticmethod
     def norms_output(model: ModelConfig, layer: int) -> bool:
-        """As the options say."""
+        """Whether a norm follows the operator, by ``output``."""
         return decay_attention_options(model, layer).output != "plain"
 
     @staticmethod

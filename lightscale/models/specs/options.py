@@ -59,7 +59,7 @@ class LightNetOptions(GatedMixerOptions):
     """Additive decay; false: silu on the keys and plain sums, the paper's "w/o Decay"."""
     shared_decay: bool = True
     """Whether keys and decays have the same weights; false: "LightNet no share", with silu on the keys and the decays
-    by two matrices through head_dim channels (printed counts say about 6M more of 379M)."""
+    by two matrices through head_dim channels (printed counts imply about 6M more of 379M)."""
     lrpe: bool = True
     """Whether queries and keys are rotated by angles, fixed ones unless learned_angles; false: "w/o LRPE"."""
     learned_angles: bool = False

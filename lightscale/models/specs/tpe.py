@@ -11,7 +11,7 @@ DECAYS_TERM = "TPE decays"
 
 
 class TPESpec(EmbeddingPartSpec):
-    """Modes for each channel, head_dim of them unless ``model.tpe.modes`` says otherwise."""
+    """Modes for each channel: ``model.tpe.modes``, by default head_dim."""
 
     name = "tpe"
     implementation = "lightscale.models.layers.tpe:TPE"

@@ -61,7 +61,7 @@ class Algebra(ABC):
     def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
         """``apply`` of the first ``end`` of N segments in turn, and ``transition`` of each of all N, for ``fold_back``.
 
-        That is what enters segment ``end``: a suffix is folded from the last segment down to the one behind it.
+        This state enters segment ``end``: a suffix is folded from the last segment down to the one behind it.
         On GPUs as many launches for any N, but for ``Affine``. The same order on every rank gives the same bits.
 
         Args:

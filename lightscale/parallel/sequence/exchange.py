@@ -39,7 +39,7 @@ class StateExchange(ABC):
 
     @abstractmethod
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
-        """The state that enters this rank's segment, and what ``backward`` needs (small: no states)."""
+        """The state that enters this rank's segment, and the tensors for ``backward`` (small: no states)."""
 
     @abstractmethod
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
@@ -74,7 +74,7 @@ class StateExchange(ABC):
 class Gather(StateExchange):
     """One all-gather per direction. Kept are the transitions of all segments.
 
-    Every rank folds for itself what it received: more work on each, but none waits for another's sums as in ``Ring``.
+    Every rank folds the received summaries itself: more work on each, but none waits for another's sums as in ``Ring``.
     """
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:

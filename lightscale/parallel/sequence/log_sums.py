@@ -60,7 +60,7 @@ class LogSum(Algebra):
 
 
 class WholeLogSum(WholeDocuments):
-    """The same of documents whose tokens read all of them: what comes from either side is added to the segment's own.
+    """The same for documents whose tokens read the whole document: states from both sides add to the segment's own.
 
     Summary (z of each direction, through), states and cotangents one tensor for each.
     """

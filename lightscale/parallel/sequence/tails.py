@@ -1,7 +1,7 @@
 """The last tokens before a segment, which a short convolution reads beyond a rank's own.
 
 Each rank contributes as many of its last tokens as a convolution looks back, whatever the length of its segment; where
-segments are shorter than that, those before them count too. Backward the cotangents of what was read are gathered, and
+segments are shorter than that, those before them count too. Backward, the cotangents of these tokens are gathered, and
 each rank adds up those of its own tokens.
 """
 

@@ -1,7 +1,7 @@
 """Reading the small, possibly damaged files of a checkpoint: JSON of bounded size without repeated keys.
 
 Plain ``json.loads`` takes the last of two equal keys, numbers that are none, and text nested as deep as the stack
-allows. Here each of these is damage, as is what the schema (``schema.py``) does not know.
+allows. Here each of these is damage, as is any content outside of the schema (``schema.py``).
 """
 
 import json

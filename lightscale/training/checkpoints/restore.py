@@ -93,7 +93,7 @@ class Checkpoints:
         mesh: every method is collective over its ranks.
         parts: of the state, which a checkpoint must have.
         tokens_per_step: of the whole run; None where it changed, or is not known.
-        has_own_embedding_std: of a tied embedding; what was drawn as two models is then no checkpoint to resume from.
+        has_own_embedding_std: of a tied embedding; checkpoints of runs that drew it as two models are then refused.
     """
 
     def __init__(

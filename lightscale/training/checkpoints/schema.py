@@ -1,7 +1,7 @@
 """Schema of the JSON files of a checkpoint: types, ranges, and agreement within one file.
 
-Nothing is converted: ``true`` is no number, and ``"7"`` neither. Keys that are not known are left alone where a later
-version may add facts (manifest) or parts (state), and are damage within a part, whose meaning they would change.
+Values are not converted: ``true`` is no number, and ``"7"`` neither. A later version may add facts (manifest) or parts
+(state): unknown ones are ignored. Within a part, unknown keys are damage, because they would change its meaning.
 """
 
 from pathlib import Path

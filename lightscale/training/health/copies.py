@@ -27,7 +27,7 @@ class HeldWeight:
     """A parameter of this rank, or its part of one."""
 
     name: str
-    """The same for all copies: the global name, and the tensor rank of what tensor ranks split."""
+    """The same for all copies: the global name, and the tensor rank of a split parameter."""
     weight: Tensor
     is_whole: bool
     """Whether tensor ranks do not split it."""

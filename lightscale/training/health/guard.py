@@ -1,8 +1,8 @@
 """The guard against bad steps: it skips steps with NaN, infinity, or values far above the median.
 
-A step is judged by its loss and the norm of its gradients, which are the same numbers on every rank, and by the
-medians of the good steps before it. Nothing else enters, so that all ranks decide alike, and a run that was resumed or
-rolled back decides as it did before.
+The guard compares the loss and the gradient norm of a step with the medians of the good steps before it. These numbers
+are the same on every rank, so that all ranks decide alike. They have no other input, so that a resumed or rolled-back
+run decides as before.
 """
 
 import math

@@ -158,7 +158,7 @@ def create_heartbeats(path: Path, num_ranks: int) -> None:
 def shared_heartbeats(path: Path, num_ranks: int) -> Iterator[Path]:
     """Such a file in memory, under the name that is returned, for as long as this process is within.
 
-    `path` is a link to it, and afterwards a file with what it held last, for whoever looks into the logs.
+    `path` is a link to it, and afterwards a file with its last content, for readers of the logs.
     """
     if not hasattr(os, "memfd_create"):
         create_heartbeats(path, num_ranks)
