@@ -220,6 +220,9 @@ def test_errors_of_a_page_are_found(tmp_path: Path, page: SimpleNamespace) -> No
 
 def test_the_search_finds_a_key_without_a_server(site: Path, page: SimpleNamespace) -> None:
     page.call("Page.navigate", url=f"{(site / 'search.html').as_uri()}?q=intermediate_size")
-    found = page.wait_for("[...document.querySelectorAll('#search-results a')].map(link => link.href)")
-    assert any("configuration.html" in link for link in found), found
+    # Results appear one after the other.
+    page.wait_for(
+        "[...document.querySelectorAll('#search-results a')].map(link => link.href)",
+        lambda links: any("configuration.html" in link for link in links),
+    )
     assert errors(page) == []
