@@ -1,4 +1,4 @@
-"""The finalizer of SplitMix64 (Steele et al. 2014): what mixes bits here, the same on every machine and for ever."""
+"""The finalizer of SplitMix64 (Steele et al. 2014): mixes bits, the same on every machine and in every version."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -20,7 +20,7 @@ from lightscale.errors import UserError
 from lightscale.files import sync
 
 TEMPORARY_SUFFIX = ".tmp"
-"""Ends the names of what is half-written."""
+"""Suffix of the names of incomplete files."""
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """``errno`` of a full disk, a quota, a limit on file sizes."""
 

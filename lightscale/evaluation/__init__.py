@@ -1,1 +1,1 @@
-"""What is done with a trained model: validation, generation."""
+"""Uses of a trained model: validation, evaluation, generation, prediction."""

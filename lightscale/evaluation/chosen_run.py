@@ -50,7 +50,7 @@ def choose_run(
     may_wait: bool = False,
     any_task: bool = False,
 ) -> ChosenRun:
-    """What ``restore`` will load.
+    """The checkpoint that ``restore`` loads.
 
     Args:
         run: the run's directory.
@@ -86,7 +86,7 @@ def choose_run(
 def longest_context(config: RunConfig) -> int | None:
     """Tokens of a prompt that a model can be asked about; None: any number.
 
-    Where a layer attends to all tokens with rotary positions, what is longer than training's sequences is noise.
+    A layer that attends to all tokens with rotary positions gives noise beyond the length of training's sequences.
     """
     if not any(map(state_grows, layer_operators(config.model))):
         return None

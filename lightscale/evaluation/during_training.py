@@ -1,10 +1,10 @@
 """The evaluation of a run in training, between two steps, on the ranks that train it.
 
-    DuringTraining.__init__     before the first step: what each task asks, and which cannot be done on this layout
+    DuringTraining.__init__     before the first step: the requests of each task; refuses what the layout cannot do
     DuringTraining.evaluate     the tasks one after the other, in blocks of seconds, between which a run can be stopped
 
-Training goes on as if nothing had been: weights are only read, generators are put back, and no error leaves. A task
-that fails is reported; where the ranks did not survive one, twice, it is not tried a third time.
+Training is unaffected: weights are only read, random generators are restored, and no error is raised. A task
+that fails is reported. If the ranks ended twice in a task, it is not tried a third time.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from lightscale.training.checkpoints.random_states import random_states, set_ran
 from lightscale.training.evaluation import Evaluated, InTraining
 
 BLOCK_S = 5.0
-"""Between two times at which the run can be stopped: less than clusters give a job to save."""
+"""Seconds between two points where the run can be stopped: less than the time that clusters give a job to save."""
 MOST_TRIES = 2
 """Evaluations of a step in which the ranks ended; fewer than the starts without progress that end a run."""
 BEGUN, ENDED, FAILED = "evaluation_begun", "evaluation", "evaluation_failed"
@@ -51,7 +51,7 @@ _LEAST_ROW_TOKENS, _MOST_ROW_TOKENS = 1024, 8192
 
 
 def tasks_of(config: EvaluationConfig) -> list[Task]:
-    """Those of a run's configuration. UserError for what is not there or wrong."""
+    """The tasks of a run's configuration. Raises UserError for an unknown task, missing data or wrong settings."""
     return find_tasks(config.tasks, config.data, limit=config.limit)
 
 
@@ -88,7 +88,7 @@ class DuringTraining:
         self._requests[task.name] = requests
 
     def evaluate(self, step: int) -> Evaluated:
-        """See ``Evaluation``. What has a result for these weights is not done again."""
+        """See ``Evaluation``. Tasks with a result for these weights are left out."""
         began_s = time.monotonic()
         scores: dict[str, dict[str, float | None]] = {}
         is_complete = True
@@ -185,7 +185,7 @@ def _unchanged_generators() -> Iterator[None]:
 
 
 def check_layout(requests: Sequence[Request], mesh: Mesh) -> None:
-    """UserError for what these ranks cannot answer."""
+    """Raises UserError for requests that these ranks cannot answer."""
     if any(isinstance(request, GenerateUntil) for request in requests):
         try:
             check_generates(mesh.pipeline, mesh.sequence)

@@ -4,7 +4,7 @@
     _Evaluation.of_task       requests by rank 0, blocks of answers by all ranks, scores by rank 0
 
 A result is a function of the task, its data, the tokenizer and the checkpoint; where there is one already, nothing is
-done. Answers are kept block by block, so that an interrupted evaluation goes on with what is left.
+done. Answers are kept block by block, so that an interrupted evaluation continues with the remaining ones.
 """
 
 import time
@@ -61,11 +61,11 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """How, not what, is evaluated."""
+    """Settings of an evaluation that do not change its results."""
 
     scoring: ScoringSettings = field(default_factory=ScoringSettings)
     again: bool = False
-    """Whether what has a result is done all the same."""
+    """Whether tasks with a result are evaluated again."""
     context: int | None = None
     """Longest prompt in tokens; None: see ``longest_context``."""
     block_s: float | None = None
@@ -92,7 +92,7 @@ def evaluate(runs: Sequence[ChosenRun], tasks: Sequence[Task], settings: Evaluat
 def requests_of(task: Task, run: ChosenRun, context: int | None = None) -> list[Request]:
     """All that ``task`` asks of ``run``; by rank 0.
 
-    UserError for data that is not there or empty, and prompts longer than ``context``, or ``longest_context``.
+    UserError for missing or empty data, and prompts longer than ``context``, or ``longest_context``.
     """
     task.check(run.tokenizer)
     requests = list(task.requests(Encoder(run.tokenizer)))
@@ -148,7 +148,7 @@ class RunEvaluation:
     def of_task(self, task: Task, requests: Sequence[Request] | None = None) -> Result:
         """The result of ``task``, written to the run where it was not there.
 
-        ``requests``: what ``requests_of`` gave for this task before, on rank 0. Raises ``Interrupted``.
+        ``requests``: an earlier result of ``requests_of`` for this task, on rank 0. Raises ``Interrupted``.
         """
         found: Result | None
         asked: list[Request]

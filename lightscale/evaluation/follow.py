@@ -29,7 +29,7 @@ from lightscale.training.health.heartbeat import Heartbeat
 POLL_S = 2.0
 """Between two looks at a run that has nothing new."""
 CURVES = "evaluation"
-"""Folder in RUN/tensorboard: a run of its own there, since a reader takes one file of a folder at a time."""
+"""Folder in RUN/tensorboard: a separate run there, since a reader takes one file of a folder at a time."""
 _WAIT = -1
 
 _Stamp = tuple[int, int]

@@ -24,7 +24,7 @@ def tasks_folder() -> Path | None:
 
 
 def require_lm_eval() -> Path:
-    """The folder of its tasks. UserError that says how to install it."""
+    """The folder of its tasks. Raises UserError, with the command that installs it, if it is missing."""
     folder = tasks_folder()
     if folder is None:
         raise UserError(f"lm-eval defines this task and is not installed; {INSTALL}")

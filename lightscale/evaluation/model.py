@@ -23,7 +23,7 @@ class LoadedModel:
     """A model in evaluation mode with all that is needed to feed it text."""
 
     model: LanguageModel
-    """All of it, or what this rank holds of it."""
+    """The whole model, or this rank's part of it."""
     tokenizer: Tokenizer
     config: RunConfig
     step: int
@@ -62,7 +62,7 @@ def load_model(
 
 @contextmanager
 def mesh_of(config: RunConfig) -> Iterator[Mesh]:
-    """The ranks that torchrun's variables in the environment name, laid out as ``config`` says; without them one."""
+    """The ranks of torchrun's environment variables, in the layout of ``config``; without the variables one rank."""
     parallel, environ = config.parallel, os.environ
     axes: dict[str, Any] = {
         "tensor": parallel.tensor,

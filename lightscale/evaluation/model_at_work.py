@@ -1,4 +1,4 @@
-"""What commands that use a model on ranks share: beats for the launcher, and notes of rank 0 on stderr."""
+"""Common part of commands that use a model on ranks: heartbeats for the launcher, and notes of rank 0 on stderr."""
 
 import sys
 

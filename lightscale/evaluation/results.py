@@ -1,4 +1,4 @@
-"""What evaluations leave in a run: RUN/evaluation/step-00000100/TASK.json, and answers on the way there. Without torch.
+"""Results of evaluations in a run: RUN/evaluation/step-00000100/TASK.json, and interim answers. Without torch.
 
 A result is written whole or not at all. Until it is, the answers so far are in TASK.IDENTITY.partial.jsonl: its first
 line says what they are answers to, and every other has a block of them. A last line that was cut short does not count.
@@ -39,12 +39,12 @@ def result_path(run: RunDirectory, step: int, task: str) -> Path:
 
 
 def identity(**of: Any) -> str:
-    """sha256 of plain values: what a result is a function of."""
+    """sha256 of plain values: the inputs of a result."""
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
 
 
 def read_result(path: Path) -> Result | None:
-    """The result in ``path``; None where none can be read: the next evaluation replaces what is there."""
+    """The result in ``path``; None: unreadable, the next evaluation replaces it."""
     try:
         found = json.loads(read_regular(path, what="a result", most_bytes=_MOST_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -63,7 +63,7 @@ def _is_result(found: Result) -> bool:
 
 
 def newest_results(run: RunDirectory) -> list[Result]:
-    """The newest result of each task, the newest first; what cannot be read is passed over."""
+    """The newest result of each task, the newest first; unreadable files are passed over."""
     newest: dict[str, Result] = {}
     for folder in sorted(run.evaluation.glob("step-[0-9]*"), reverse=True):
         for path in sorted(folder.glob("*.json")):
@@ -123,7 +123,7 @@ class PartialAnswers:
             os.fsync(file.fileno())
 
     def remove(self) -> None:
-        """When there is a result: also the answers about what it replaces."""
+        """Remove the interim answers once there is a result, also those of results that it replaces."""
         stem = self.path.name.removesuffix(f".{self._identity[:8]}.partial.jsonl")
         for path in self.path.parent.glob(f"{stem}.????????.partial.jsonl"):
             path.unlink(missing_ok=True)

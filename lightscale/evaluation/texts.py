@@ -32,7 +32,7 @@ class TextFile:
 
 
 def find_files(paths: Sequence[str], folder: Path) -> list[Path]:
-    """The files that ``paths`` and patterns mean, relative to ``folder``, each once. UserError where there is none."""
+    """The files that ``paths`` and patterns match, relative to ``folder``, each once. UserError if there is none."""
     found: dict[Path, None] = {}
     for entry in paths:
         whole = str(folder / entry)

@@ -11,7 +11,7 @@ from lightscale.models.specs.interface import PartParameter, Shapes
 from lightscale.models.stages import layer_stages
 
 EMBEDDING = "embedding"
-"""The term of the embedding, and of the output layer where it has a weight of its own."""
+"""The term of the embedding, and of an output layer with a separate weight."""
 NORM_WEIGHTS = "norm weights"
 LRPE_ANGLES = "LRPE angles"
 LABEL_HEAD = "label head"

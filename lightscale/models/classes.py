@@ -11,7 +11,7 @@ from lightscale.models.specs.interface import PartSpec
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """The mixer called ``name``; UserError with the nearest known names otherwise."""
+    """The mixer ``name``. Raises UserError with the nearest known names if it is unknown."""
     found = imported_class(name)
     assert isinstance(found, type) and issubclass(found, Mixer), f"mixer {name}: {found} is not a Mixer"
     return found

@@ -1,10 +1,10 @@
-"""A model that begins as another with other mixers, or with more ids: which weights it keeps, by role; without torch.
+"""Weights that a model with other mixers, or with more ids, keeps from another model, by role; without torch.
 
-    conversion(source, target)      from two shapes: what each parameter of the target begins as
-    Conversion.moves                the same as rows that are copied, for whoever reads the source's tensors
+    conversion(source, target)      from two shapes: the initial value of each parameter of the target
+    Conversion.moves                the same as rows to copy, for readers of the source's tensors
     Conversion.table                the same for people and records
 
-What a mixer's parameters are for stands in its spec (``MixerSpec.roles``). All other parameters keep their names.
+The spec of a mixer lists the roles of its parameters (``MixerSpec.roles``). All other parameters keep their names.
 """
 
 import bisect
@@ -22,11 +22,11 @@ from lightscale.models.registry import mixer_spec
 from lightscale.models.specs.interface import ParameterRows
 
 _FIXED = ("hidden_size", "num_layers", "intermediate_size")
-"""What two models must share, or hardly any weight of one would fit the other."""
+"""Settings that two models must share, because hardly any weight would fit without them."""
 _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Have a row for each id."""
 _OTHERS = ("num_heads", "glu_activation", "norm", "final_norm", "norm_eps")
-"""What may differ, and changes what kept weights compute; with options of mixers that both have."""
+"""Settings that may differ, and change the function of kept weights; with options of mixers that both have."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
 
 Ranges = tuple[tuple[int, int], ...]
@@ -77,7 +77,7 @@ class RowMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What every weight of ``target`` begins as, where it starts from the weights of ``source``."""
+    """Initial value of every weight of ``target`` that starts from the weights of ``source``."""
 
     source: ModelConfig
     target: ModelConfig
@@ -87,7 +87,7 @@ class Conversion:
 
     @cached_property
     def moves(self) -> dict[str, list[RowMove]]:
-        """What is copied of each of the source's parameters, by its global name."""
+        """Rows to copy from each of the source's parameters, by its global name."""
         found: dict[str, list[RowMove]] = {}
         for one in self.beginnings:
             if one.source is not None:
@@ -171,7 +171,7 @@ def _require_shapes(given: dict[str, RoleWeight], taken: dict[str, RoleWeight]) 
 
 
 def other_settings(source: ModelConfig, target: ModelConfig) -> list[str]:
-    """What differs that is no weight, and changes what kept weights compute: a line each."""
+    """Differences beside weights that change the function of kept weights: a line each."""
     settings = [(f"model.{key}", getattr(source, key), getattr(target, key)) for key in _OTHERS]
     for name in sorted({*source.layers} & {*target.layers}):
         there, here = (model.layer_options(model.layers.index(name)).model_dump() for model in (source, target))

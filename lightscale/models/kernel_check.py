@@ -2,7 +2,7 @@
 
 A kernel that a compiler or a driver breaks gives wrong numbers and no error (kernels have: fla issue 640). So each
 operator is computed twice before a run, forward and backward, from the same random inputs: by Triton, and in fp32 by
-PyTorch's operators, which are compiled by nobody here.
+PyTorch's operators, which are not compiled on this machine.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ _Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """A kernel that does not compute what its chunked form does."""
+    """A kernel whose results differ from its chunked form."""
 
     operator: str
     result: str
@@ -73,14 +73,14 @@ class _Case:
 def check_kernels(
     model: ModelConfig, dtype: torch.dtype, device: torch.device, *, tokens: int, tensor: int = 1, backend: str = "auto"
 ) -> Iterator[Mismatch]:
-    """What is wrong, operator by operator; nothing where all kernels are right.
+    """The faults, operator by operator; empty if all kernels are correct.
 
     Operators that are not Triton's here are not looked at.
 
     Args:
         model: the run's.
         dtype: of its weights.
-        device: where it is to be trained.
+        device: of the training.
         tokens: of a rank's segment of a sequence; at most ``MOST_TOKENS`` are taken.
         tensor: the tensor ranks that share out heads and widths.
         backend: as ``train.kernels``.

@@ -1,6 +1,6 @@
 """The language model: embedding, blocks of mixer and gated linear unit, output layer, which is the embedding if tied.
 
-Blocks, their pipeline split and their activation recomputation are Megatron's; what stands in them is chosen here.
+Blocks, their pipeline split and their activation recomputation are Megatron's; this module chooses their content.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,9 +86,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """``model`` in Megatron's terms, on ``mesh``, with weights and activations of ``dtype``.
 
-    ``recompute`` says which activations are computed again in the backward pass instead of kept: "none", "selective"
-    (those of the gated linear units, about half of all) or "full" (all but the layers' inputs), of the first
-    ``recompute_layers`` layers of each stage, or of all.
+    ``recompute`` selects the activations that the backward pass recomputes: "none", "selective" (those of the gated
+    linear units, about half of all) or "full" (all but the layers' inputs). ``recompute_layers``: number of layers of
+    each stage, from the first; None: all.
     """
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -327,17 +327,17 @@ class LanguageModel(LanguageModule):
 
         Args:
             tokens, positions: (b, n) int64; see ``SequenceContext``.
-            labels: (b, n) int64, the next token of each, or what else is to be predicted there.
-            loss_mask: (b, n), what each loss is multiplied by; None for 1. Here and not by the caller: gradients are
-                made beside the losses, and must know it.
+            labels: (b, n) int64, the next token of each, or another label.
+            loss_mask: (b, n), factor of each loss; None for 1. It is an argument, because the gradients are computed
+                together with the losses.
             document_starts: where documents start in the rows (``DocumentStarts``); None: read from ``positions``, for
                 which the host waits on a GPU.
             lengths: n of every sequence rank where they differ, which needs tensor = pipeline = 1.
             states: in generation, the states of all layers, read and replaced.
             last_only: without labels, and with every token on this rank (``whole_tokens``), give the logits of the last
                 token only: (b, 1, V / tensor).
-            hidden_only: on the last stage too, give what would enter the output layer; ``log_probability`` goes on
-                from there with the tokens that are asked for.
+            hidden_only: return the input of the output layer on the last stage too; ``log_probability`` continues
+                from it with the requested tokens.
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -365,7 +365,7 @@ class LanguageModel(LanguageModule):
         if not self.post_process or hidden_only:
             return hidden
         if isinstance(self.output_layer, LabelHead):
-            assert labels is not None, "what it predicts stands at the last tokens of documents"
+            assert labels is not None, "labels of documents stand at their last tokens"
             logits, last = self.output_layer(hidden, context)
             return label_losses(logits, last, labels, loss_mask, with_correct=with_correct)
         if with_correct:
@@ -398,7 +398,7 @@ class LanguageModel(LanguageModule):
         On the last stage, in evaluation; no logits but those of these tokens are computed, and few at a time.
 
         Args:
-            hidden: (n / tensor, b, d), what ``forward`` gave with ``hidden_only``.
+            hidden: (n / tensor, b, d), the result of ``forward`` with ``hidden_only``.
             chosen: (m,) int64, indices into the b·n tokens, row after row; the same on all tensor ranks.
             labels: (m,) int64 ids.
 
@@ -457,7 +457,7 @@ class LanguageModel(LanguageModule):
     def whole_tokens(self) -> Iterator[None]:
         """Within, every tensor rank has all tokens between the layers; for passes without gradients.
 
-        Otherwise tensor ranks share the tokens of a row out, whose number they must divide: one token they cannot.
+        Outside of it, tensor ranks share the tokens of a row and must divide their number, so that a row has several.
         """
         # What Megatron's modules read at each call; the configuration is one object for all of them.
         objects = (self.config, *self.modules()) if self.config.sequence_parallel else ()
@@ -474,7 +474,7 @@ class LanguageModel(LanguageModule):
 
     @torch.inference_mode()
     def next_logits(self, tokens: Tensor, positions: Tensor, states: dict[str, MixerState]) -> Tensor:
-        """The logits of what follows the rows, (b, vocab_size), equal on all tensor ranks; without padding rows.
+        """The logits of the token after each row, (b, vocab_size), equal on all tensor ranks; without padding rows.
 
         Any number of tokens goes, whatever the tensor ranks; all layers must be on this rank.
 
@@ -506,7 +506,7 @@ class LanguageModel(LanguageModule):
 def language_model_chunks(
     config: TransformerConfig, model: ModelConfig, *, vocab_size: int, mesh: Mesh
 ) -> list[LanguageModel]:
-    """What this pipeline rank holds of the model, a module per virtual stage; arguments as ``LanguageModel``."""
+    """This pipeline rank's part of the model, a module per virtual stage; arguments as ``LanguageModel``."""
     first, last = mesh.groups.pp.rank() == 0, mesh.is_last_stage
     final = mesh.virtual_stages - 1
     return [

@@ -17,7 +17,7 @@ def operators_of(model: ModelConfig) -> tuple[str, ...]:
 
 
 def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """One line: each operator of ``model`` and what computes it for inputs of ``dtype`` on ``device``.
+    """One line: each operator of ``model`` and its back-end for inputs of ``dtype`` on ``device``.
 
     Raises:
         UserError: an operator that is not described (``kernels.operators``), or what was asked for

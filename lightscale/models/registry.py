@@ -1,4 +1,4 @@
-"""From a model's configuration to the specs of its mixers and shared parts, and what they refuse; without torch.
+"""From a model's configuration to the specs and checks of its mixers and shared parts; without torch.
 
 Which mixers there are stands in ``lightscale.config.mixers``; the classes that the specs describe, in ``classes.py``.
 """
@@ -13,7 +13,7 @@ from lightscale.models.specs.tpe import TPESpec
 
 
 def mixer_spec(name: str) -> type[MixerSpec]:
-    """That of the mixer called ``name``; UserError with the nearest known names otherwise."""
+    """The spec of the mixer ``name``. Raises UserError with the nearest known names if it is unknown."""
     found = imported_spec(name)
     assert isinstance(found, type) and issubclass(found, MixerSpec), f"mixer {name}: {found} is not a MixerSpec"
     return found
@@ -25,7 +25,7 @@ def layer_operators(model: ModelConfig) -> tuple[str, ...]:
 
 
 def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
-    """What the model holds once because one of its mixers needs it, by name: see ``MixerSpec.shared``.
+    """Parts that the model holds once because one of its mixers needs them, by name: see ``MixerSpec.shared``.
 
     UserError where mixers of several packages have different parts of one name.
     """
@@ -45,7 +45,7 @@ def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
 
 
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse what ``config.layout.check_mixers`` refuses, and shapes that a shared part cannot have; builds nothing."""
+    """Raise the errors of ``config.layout.check_mixers`` and of shapes that a shared part refuses; builds no model."""
     check_mixers(model, parallel)
     parts = shared_specs(model)
     if model.tpe is not None and TPESpec not in parts:

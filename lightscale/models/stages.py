@@ -1,12 +1,12 @@
-"""Which layers each pipeline stage holds: one answer for the model, the counts and the planner."""
+"""Layers of each pipeline stage: the same for the model, the counts and the planner."""
 
 
 def layer_stages(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each of ``num_stages`` stages in the order of the model, as even as they can be.
+    """The layers of each of ``num_stages`` stages in the order of the model, as even as possible.
 
-    Layers that are left over go to the stages in the middle first, because the first one has the embedding beside its
-    layers and the last one the output layer, which costs as much as several layers. With virtual stages, stage s of
-    the model is on pipeline rank s % pipeline.
+    Remaining layers go to the stages in the middle first. The first stage has the embedding beside its layers; the last
+    one has the output layer, which costs as much as several layers. With virtual stages, stage s of the model is on
+    pipeline rank s % pipeline.
     """
     assert 1 <= num_stages <= num_layers, f"{num_layers} layers cannot be spread over {num_stages} stages"
     per_stage, left_over = divmod(num_layers, num_stages)

@@ -1,4 +1,4 @@
-"""What all ranks do together on the host: every result, or the first error, comes to all of them."""
+"""Actions of all ranks together on the host: all ranks get every result, or the first error."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ _T = TypeVar("_T")
 class Agreement:
     """Actions over the ranks of a gloo ``group``, which only one thread may use.
 
-    An error of any rank is raised on all, so that none waits for one that has left: an ``OSError`` or ``UserError`` as
-    it is; anything else, a fault of the program or the machine, as it is on its rank, and as a ``RuntimeError`` with
+    An error of any rank is raised on all ranks, so that none waits for a rank that has left. ``OSError`` and
+    ``UserError`` are raised unchanged. Any other error is raised unchanged on its rank, and as a ``RuntimeError`` with
     the rank and the message on the others.
     """
 

@@ -1,9 +1,9 @@
 """Run Megatron core on processes without a GPU.
 
-Megatron names the CUDA device in the few places listed in ``_redirections``. Each is replaced, for the lifetime of the
-process, by its CPU equivalent, so that the very same engine code serves tests and first runs on a laptop. Nothing
-is emulated: tensors live on the CPU, collectives go through gloo. The module is imported only where there is no GPU,
-and refuses to act where there is one.
+Megatron names the CUDA device in the few places listed in ``_redirections``. Each is replaced by its CPU equivalent for
+the lifetime of the process, so that the same engine code serves tests and first runs on a laptop. There is no
+emulation: tensors are on the CPU, collectives use gloo. The module is imported only on machines without a GPU, and
+refuses to act on others.
 """
 
 import functools

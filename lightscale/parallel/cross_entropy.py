@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that is split over the tensor ranks.
 
-Megatron's own casts to fp32 whatever comes in, which hides fp64 comparisons, and knows no padding rows. This one
-computes in fp32 for half precision and in the dtype of the logits otherwise, and skips padding rows in the sum.
+Megatron's cross entropy casts every dtype to fp32, which hides fp64 comparisons, and has no padding rows. This one
+computes in fp32 for half precision, in the dtype of the logits for others, and skips padding rows in the sum.
 """
 
 from typing import Literal
@@ -26,8 +26,8 @@ def vocab_parallel_linear_cross_entropy(
 
     The gradients of their sum are made in the same pass (``kernels.cross_entropy``).
 
-    With several tensor ranks hidden is gathered along the tokens, and its gradient, of which every rank has the part of
-    its rows of the vocabulary, is summed and shared out again, as Megatron's output layer does.
+    With several tensor ranks hidden is gathered along the tokens. Every rank computes the part of its gradient from its
+    rows of the vocabulary; the parts are reduce-scattered, as in Megatron's output layer.
 
     Args:
         hidden: (n / tensor, b, d).
@@ -35,7 +35,7 @@ def vocab_parallel_linear_cross_entropy(
         labels: (n, b), int64 global ids below ``vocab_size``.
         vocab_size: ids in use; rows from there on are padding and take no probability.
         group: the tensor group.
-        loss_mask: (n, b), what each loss is multiplied by; None for 1.
+        loss_mask: (n, b), factor of each loss; None for 1.
     """
     if group.size() == 1:
         return linear_cross_entropy(hidden, weight, labels, num_ids=vocab_size, loss_mask=loss_mask)

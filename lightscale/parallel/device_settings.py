@@ -10,7 +10,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_settings(environ: Mapping[str, str], *, tensor: int = 1) -> dict[str, str]:
-    """What a rank of a run with ``tensor`` tensor ranks should find beside ``environ``, which may have others."""
+    """Variables to add to ``environ`` for a rank of a run with ``tensor`` tensor ranks; set ones stay unchanged."""
     settings = {
         # Exchanges and reductions run beside matrix products: their few blocks must not queue behind all of theirs.
         "TORCH_NCCL_HIGH_PRIORITY": "1",
@@ -31,6 +31,6 @@ def apply_device_settings(environ: MutableMapping[str, str], *, tensor: int = 1)
 
 
 def describe_device_settings(environ: Mapping[str, str]) -> str:
-    """What is set, by whomever, for the log of a run."""
+    """The variables that are set, by a run or its user, for the log of a run."""
     names = (*_ALLOCATOR, "TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS")
     return "device settings: " + (", ".join(f"{n}={environ[n]}" for n in names if n in environ) or "none")

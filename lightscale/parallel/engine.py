@@ -1,8 +1,8 @@
 """The engine: Megatron's schedules, gradient reduction and optimizer around a model, for any layout.
 
 ``forward_backward`` and ``forward_only`` run micro-batches through the pipeline; the gradients that come out are those
-of the mean loss over all valid tokens of the step, on every layout. ``gradient_norm`` says how large they are before
-anything has changed, and ``apply`` clips and applies them; ``step`` is both.
+of the mean loss over all valid tokens of the step, on every layout. ``gradient_norm`` computes their norm before any
+change, and ``apply`` clips and applies them; ``step`` is both.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from lightscale.parallel.shards import TensorShard
 
 
 class MicroBatch(Protocol):
-    """What one rank holds of one micro-batch; every tensor (b, n), n the tokens of this rank's segment.
+    """One rank's part of a micro-batch; every tensor (b, n), n the tokens of this rank's segment.
 
     Every pipeline and tensor rank of a segment gets the same one: the first stage reads the tokens, the last one the
     labels, and layers between them the documents from ``positions``.
@@ -42,7 +42,7 @@ class MicroBatch(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """int64: what is predicted at each input, such as the token after it."""
+        """int64: label of each input, such as the next token."""
 
     @property
     def loss_mask(self) -> Tensor:
@@ -141,7 +141,7 @@ class Engine:
         config: the model's Megatron configuration.
         mesh: the axes and groups of this process.
         optimizer: None for a model that is only evaluated.
-        position_buckets: into how many equal parts of a row losses are summed apart.
+        position_buckets: number of equal parts of a row whose losses are summed separately.
         num_sources: sources whose losses are summed apart; 0: losses are not summed by source.
         overlap: reduce gradients and gather weights beside the computation; None: on GPUs, which alone gain by it.
         bucket_size: parameters that are reduced and gathered together, with ``overlap``; None: Megatron's choice.
@@ -350,7 +350,7 @@ class Engine:
         return torch.zeros(shape, dtype=torch.float64, device=self.mesh.device)
 
     def gradient_norm(self) -> float:
-        """The global norm of the gradients before clipping, the same on every rank; changes nothing that is trained.
+        """The global norm of the gradients before clipping, the same on every rank; leaves the weights unchanged.
 
         NaN or infinite where a gradient of any rank is.
         """
@@ -374,7 +374,7 @@ class Engine:
         self.optimizer.reset()
 
     def parameter_parts(self) -> Iterator[ParameterPart]:
-        """What this rank's optimizer is to change, between ``gradient_norm`` and the end of ``apply``.
+        """The weights that this rank's optimizer changes, between ``gradient_norm`` and the end of ``apply``.
 
         Every element of the model is one rank's, on any layout.
         """
@@ -382,7 +382,7 @@ class Engine:
         return parameter_parts(self.chunks, self.optimizer)
 
     def flat_weights(self) -> Iterator[Tensor]:
-        """Everything that is trained, flat, (data x sequence ranks, n): row r is what the optimizer of rank r writes.
+        """All trained weights, flat, (data x sequence ranks, n): the optimizer of rank r writes row r.
 
         Between two steps, once the forward pass has gathered them, all rows are the same on all these ranks.
         """
@@ -392,7 +392,7 @@ class Engine:
                 yield bucket.param_data.view(buffer.data_parallel_world_size, -1)
 
     def owned_shards(self) -> list[TensorShard]:
-        """What this rank writes of weights and optimizer state: every element is one rank's, on any layout.
+        """The shards of weights and optimizer state that this rank writes; every element belongs to one rank.
 
         With an optimizer its fp32 weights stand for the model's, which are those in the model's number format.
         """
@@ -407,7 +407,7 @@ class Engine:
             model.start_param_sync(force_sync=True)
 
     def wanted_shards(self, *, weights_only: bool) -> list[TensorShard]:
-        """What this rank needs of a checkpoint, to be filled in place; ``finish_loading`` must follow."""
+        """The shards that this rank needs of a checkpoint, to fill in place; ``finish_loading`` must follow."""
         if self.optimizer is None:
             return list(weight_shards(self.chunks, copies=True))
         # A gathering of weights that is still on its way would overwrite what is read.
@@ -416,7 +416,7 @@ class Engine:
 
     @torch.no_grad()
     def finish_loading(self, counters: Mapping[str, int] | None) -> None:
-        """Make the model what the optimizer's weights say, as after a step; ``counters`` as from ``counters()``."""
+        """Set the model to the optimizer's weights, as after a step; ``counters`` as from ``counters()``."""
         if self.optimizer is None:
             return
         # Each rank has filled its own part; gathering gives the model the others', as at the end of a step.

@@ -43,7 +43,7 @@ def zeros(weight: Tensor, generator: torch.Generator) -> None:
 
 
 def set_initializer(parameter: nn.Parameter, draw: DrawWeights, *, rows: int | None = None) -> None:
-    """Say how ``parameter`` is drawn. Every parameter of a model must have it.
+    """Set the initializer of ``parameter``. Every parameter of a model needs one.
 
     ``rows``: of the whole parameter, where tensor ranks may hold more than those together; the others are padding.
     """

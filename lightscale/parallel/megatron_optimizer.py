@@ -31,7 +31,7 @@ def _decays_no_weight(parameter: nn.Parameter) -> bool:
 
 
 class MegatronOptimizer(Optimizer):
-    """Megatron's distributed optimizer. Knows fp32, bf16 and fp16 weights; it refuses fp64."""
+    """Megatron's distributed optimizer, for fp32, bf16 and fp16 weights; it refuses fp64."""
 
     spec: MegatronSpec
 

@@ -2,8 +2,8 @@
 
 The axes are ``tensor``, ``pipeline``, ``sequence`` and ``data``. ``sequence`` splits every sequence over ranks that
 pass states to each other (LASP, arXiv 2404.02882). Megatron calls that axis context parallelism; its ranks and its
-gradient reductions are used as they are, but states travel through a communicator of their own, because two
-collectives in flight on one communicator must be issued in the same order by every rank.
+gradient reductions are used unchanged. States travel through a separate communicator: every rank must issue the
+collectives of one communicator in the same order.
 """
 
 import gc
@@ -30,13 +30,13 @@ _alive: weakref.WeakValueDictionary[int, ProcessGroupCollection] = weakref.WeakV
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Where this process stands on the four axes, and the groups it takes part in.
+    """The place of this process on the four axes, and its process groups.
 
-    ``groups`` is Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …). ``exchange`` passes the states of
-    mixers along ``sequence``, None where every rank holds whole sequences. ``control`` is a gloo group of all
-    processes for small host-side agreements of the main thread (stop flags, what is restored), and ``saving`` one for
-    the thread that writes checkpoints: two threads on one group would mix their messages. ``ends`` runs its callbacks
-    before the groups are left.
+    - ``groups``: Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …).
+    - ``exchange``: passes the states of mixers along ``sequence``; None: every rank holds whole sequences.
+    - ``control``: a gloo group of all processes, for small host-side agreements of the main thread.
+    - ``saving``: the same for the thread that writes checkpoints; two threads on one group would mix their messages.
+    - ``ends``: callbacks that run before the groups are left.
     """
 
     device: torch.device

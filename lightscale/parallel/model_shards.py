@@ -1,7 +1,7 @@
-"""Which shards of the whole tensors a rank holds: of the model's weights, and of the optimizer's state.
+"""The shards of whole tensors on a rank: of the model's weights, and of the optimizer's state.
 
-Names and global shapes come from Megatron's ``sharded_state_dict``, so that a layer says once how it is cut. What the
-distributed optimizer owns comes from ``Optimizer.owned``.
+Names and global shapes come from Megatron's ``sharded_state_dict``, so that a layer defines its shards once. The part
+of the distributed optimizer comes from ``Optimizer.owned``.
 """
 
 import bisect
@@ -27,7 +27,7 @@ class ParameterPart:
     key: str
     """The parameter's global name."""
     weights: Tensor
-    """(n,) fp32, what the optimizer adds its steps to."""
+    """(n,) fp32, the weights that the optimizer adds its steps to."""
     gradient: Tensor
     """(n,), reduced over all ranks. Not clipped until the step is applied, which may clip it in place."""
 
@@ -41,14 +41,14 @@ class _WeightShard:
 
 
 def weight_shards(chunks: Sequence[nn.Module], *, copies: bool) -> Iterator[TensorShard]:
-    """This rank's weights in the model's number format; ``copies``: also what an earlier model-parallel rank holds."""
+    """This rank's weights in the model's number format; ``copies``: also copies of earlier model-parallel ranks."""
     for part in _weight_shards(chunks):
         if copies or not part.is_copy:
             yield _named(_WEIGHTS, part.shard)
 
 
 def parameter_parts(chunks: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[ParameterPart]:
-    """What this rank's optimizer changes; every element is one rank's, on any layout."""
+    """The parameters that this rank's optimizer changes; every element belongs to one rank, on any layout."""
     for part in _weight_shards(chunks):
         owned = None if part.is_copy else optimizer.owned(part.parameter)
         if owned is None:
@@ -66,7 +66,7 @@ def parameter_parts(chunks: Sequence[nn.Module], optimizer: Optimizer) -> Iterat
 def optimizer_shards(
     chunks: Sequence[nn.Module], optimizer: Optimizer, *, copies: bool, state: bool
 ) -> Iterator[TensorShard]:
-    """What this data rank owns of the fp32 weights and, with ``state``, of the optimizer's state.
+    """This data rank's part of the fp32 weights and, with ``state``, of the optimizer's state.
 
     With a distributed optimizer a rank owns ranges of flattened parameters, which need not end where rows do: each
     becomes a few boxes of the whole tensor.

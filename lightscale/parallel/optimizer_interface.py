@@ -19,7 +19,7 @@ class OwnedState:
     first: int
     last: int
     weights: Tensor
-    """(last - first,) fp32, what the steps are added to."""
+    """(last - first,) fp32, the weights that the steps are added to."""
     state: Mapping[str, Tensor]
     """(last - first,) each, by the names in ``OptimizerSpec.state``."""
 
@@ -27,10 +27,10 @@ class OwnedState:
 class Optimizer(ABC):
     """The optimizer of this rank, over the parameters of ``models``.
 
-    The gradients are in ``parameter.main_grad``, reduced. Where data and sequence ranks share out an optimizer's work,
-    each holds the state of a contiguous part of every bucket of the flattened parameters, and only there are its
-    gradients reduced; a step gathers the weights again. Every method but ``owned`` and ``counters`` is called by all
-    ranks together.
+    The gradients are in ``parameter.main_grad``, reduced. If data and sequence ranks divide an optimizer's work, each
+    holds the state of a contiguous part of every bucket of the flattened parameters. Its gradients are reduced only
+    there, and a step gathers the weights again. Every method but ``owned`` and ``counters`` is called by all ranks
+    together.
     """
 
     def __init__(

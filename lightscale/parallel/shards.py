@@ -1,4 +1,4 @@
-"""Boxes of whole tensors: how a rank says which part of the model and of the optimizer it holds.
+"""Boxes of whole tensors: they describe a rank's part of the model and of the optimizer.
 
 Every layout cuts the same whole tensors into other boxes: tensor ranks along a dim, pipeline ranks by layer, and the
 distributed optimizer into ranges of the flattened parameters. A checkpoint is the boxes of the ranks that wrote
@@ -73,7 +73,7 @@ def _in_row(sizes: Shape, row: int, first: int, last: int) -> Iterator[tuple[Sha
 
 
 def copy_overlap(source: TensorShard, target: TensorShard) -> int:
-    """Copy what both hold of the same tensor to ``target``, in its number format; the number of elements copied.
+    """Copy the common part of the same tensor to ``target``, in its number format; the number of copied elements.
 
     Both boxes must be of one key and shape.
     """
@@ -92,7 +92,7 @@ def copy_overlap(source: TensorShard, target: TensorShard) -> int:
 
 
 def moved_rows(shard: TensorShard, first: int, last: int, *, key: str, shape: Shape, to: int) -> TensorShard | None:
-    """What ``shard`` holds of rows first … last - 1 of its tensor, as rows ``to`` … of the tensor ``key`` of ``shape``.
+    """The part of rows first … last - 1 of its tensor in ``shard``, as rows ``to`` … of tensor ``key`` of ``shape``.
 
     Rows are indices of the first dim; a tensor without dims is one row. None where it holds none of them.
     """

@@ -11,16 +11,15 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from lightscale.errors import UserError
 from lightscale.files import read_regular
+from lightscale.runs.repeated import Repeated
 from lightscale.runs.run_directory import RunDirectory, write_atomically
 
 RENEW_S = 5.0
@@ -47,22 +46,18 @@ class Follower:
         self._folder = _folder(run)
         self._path = self._folder / f"{socket.gethostname()}-{os.getpid()}.json"
         self._record = _Record(tasks=sorted(tasks))
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="follower", daemon=True)
+        self._renewing = Repeated(self._renew, period_s=RENEW_S, name="follower")
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         for path, _ in _records(self._folder, alive=False):
             path.unlink(missing_ok=True)
         self._write()
-        self._thread.start()
+        self._renewing.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
+    def __exit__(self, *error: object) -> None:
+        self._renewing.stop()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -90,10 +85,9 @@ class Follower:
         write_atomically(self._path, json.dumps(asdict(self._record)) + "\n")
 
     def _renew(self) -> None:
-        while not self._ended.wait(RENEW_S):
-            # The file system may be out of reach for a while.
-            with contextlib.suppress(OSError):
-                os.utime(self._path)
+        # The file system may be out of reach for a while.
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
 
 
 def needed(run: RunDirectory, steps: Collection[int]) -> set[int]:

@@ -22,11 +22,9 @@ import re
 import socket
 import stat
 import sys
-import threading
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self
 
 import psutil
@@ -35,6 +33,7 @@ from lightscale.errors import UserError
 from lightscale.files import NotRegular, read_regular
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.processes import boot_id, started_s
+from lightscale.runs.repeated import Repeated
 from lightscale.runs.run_directory import RunDirectory
 
 _RENEW_S = 5.0
@@ -108,8 +107,7 @@ class RunLock:
         self._directory = run.path / "lock"
         self._number = 0
         self._file = -1
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
+        self._renewing = Repeated(self._renew, period_s=_RENEW_S, name="run-lock")
 
     def __enter__(self) -> Self:
         draft = self._directory / f"draft-{uuid.uuid4().hex}"
@@ -134,14 +132,11 @@ class RunLock:
             draft.unlink()
         if before is not None:
             self._run.event("lock_taken_over", **{f"from_{name}": value for name, value in asdict(before).items()})
-        self._thread.start()
+        self._renewing.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
+    def __exit__(self, *error: object) -> None:
+        self._renewing.stop()
         # Emptied, not removed: numbers only grow, or a process that read the directory before could take one beside the
         # next holder. And before close, which releases the flock: a file that still names a holder, unlocked, is that
         # of a dead one.
@@ -227,21 +222,20 @@ class RunLock:
         return self._directory / f"{number:06d}"
 
     def _renew(self) -> None:
-        while not self._done.wait(_RENEW_S):
-            # Another directory under its name has other locks, or none: the next record says so, and stops the job.
-            if self._run.is_replaced:
-                continue
-            try:
-                os.utime(self._file)
-                is_lost = max(self._numbers(), default=0) != self._number
-            except OSError:
-                # The file system is out of reach. If it stays so, the lock becomes stale and others may take it.
-                continue
-            if is_lost:
-                holder = _read(self._path(max(self._numbers(), default=0)))
-                print(f"error: {self._run.path} was taken over by {holder}; this job ends", file=sys.stderr, flush=True)
-                # Without cleaning up: whatever this process still wrote would go into the other job's run.
-                os._exit(UserError.EXIT_CODE)
+        # Another directory under its name has other locks, or none: the next record detects that, and stops the job.
+        if self._run.is_replaced:
+            return
+        try:
+            os.utime(self._file)
+            newest = max(self._numbers(), default=0)
+        except OSError:
+            # The file system is out of reach. If it stays so, the lock becomes stale and others may take it.
+            return
+        if newest != self._number:
+            holder = _read(self._path(newest))
+            print(f"error: {self._run.path} was taken over by {holder}; this job ends", file=sys.stderr, flush=True)
+            # Without cleaning up: whatever this process still wrote would go into the other job's run.
+            os._exit(UserError.EXIT_CODE)
 
 
 def process_here(run: RunDirectory) -> int | None:

@@ -1,1 +1,1 @@
-"""The training loop and what it needs: optimizer, checkpoints, metrics."""
+"""The training loop with its optimizer, checkpoints and metrics."""

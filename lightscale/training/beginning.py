@@ -1,4 +1,4 @@
-"""What a new run keeps of the weights it begins with, ``train.init_from``: known from two configurations alone."""
+"""The weights that a new run keeps from ``train.init_from``, computed from two configurations alone."""
 
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
@@ -9,7 +9,7 @@ from lightscale.training.checkpoints.directories import checkpoints_of_step, lis
 
 
 def kept_weights(config: RunConfig) -> tuple[Conversion | None, list[str]]:
-    """What ``config`` keeps of the run it begins from, and what is to be said of it.
+    """The weights that ``config`` keeps from the run it begins from, and the notes about them.
 
     None: its mixers are the same, and all is kept. UserError where the model cannot begin with such weights.
     """

@@ -38,7 +38,7 @@ def build_engine(
         vocab_size: ids that the tokenizer uses; the rows of ``model.vocab_size`` beyond take no probability.
         trainable: with gradients and an optimizer; False for evaluation and generation.
         num_sources: of the data; their losses are summed apart.
-        dtype: of weights and activations; None: what the configuration says. An engine in fp64, for comparisons, has
+        dtype: of weights and activations; None: as configured. An engine in fp64, for comparisons, has
             gradients and no optimizer.
     """
     set_default_backend(config.train.kernels)
@@ -60,7 +60,7 @@ def build_engine(
 
 
 def start_again(engine: Engine, seed: int) -> None:
-    """Make weights and optimizer of ``engine`` what ``build_engine`` made them."""
+    """Reset weights and optimizer of ``engine`` to those of ``build_engine``."""
     _draw(engine.chunks, seed, engine.mesh)
     engine.reset_optimizer()
 

@@ -1,4 +1,4 @@
-"""What the training loop knows of evaluation: that something measures the model between two steps.
+"""Interface between the training loop and evaluation, which measures the model between two steps.
 
 ``lightscale.evaluation.during_training`` does; it stands above training, and is handed in by who starts the ranks.
 """
@@ -17,7 +17,7 @@ from lightscale.training.health.heartbeat import Heartbeat
 
 @dataclass(frozen=True, kw_only=True)
 class InTraining:
-    """A run in training, as what evaluates it sees it."""
+    """A run in training, as its evaluation sees it."""
 
     config: RunConfig
     directory: RunDirectory
@@ -31,7 +31,7 @@ class InTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What was found between two steps; the same on all ranks."""
+    """The results between two steps; the same on all ranks."""
 
     scores: Mapping[str, Mapping[str, float | None]]
     """Score by score of each task that is done, by its name."""
@@ -41,10 +41,10 @@ class Evaluated:
 
 
 class Evaluation(Protocol):
-    """Measures a run in training; every method is collective, and raises nothing that concerns the tasks alone."""
+    """Measures a run in training. Every method is collective; errors of a task are reported, not raised."""
 
     def evaluate(self, step: int) -> Evaluated:
-        """The model as it is after ``step``; nothing of the run is changed by it."""
+        """Evaluate the model after ``step``; the state of the run stays unchanged."""
 
 
 BeginEvaluation = Callable[[InTraining], Evaluation]

@@ -1,12 +1,11 @@
-"""What a run needs of its machines, checked by all ranks together in a second or less, at every start.
+"""Checks of the machines of a run by all ranks together, in a second or less, at every start.
 
-Every rank reads facts (`Machine.read`), the facts of all ranks go to all, and each rank draws the same conclusions: a
-machine that differs from the others is noticed, and no rank waits for one that has left. A check with the outcome
-`failed` keeps the run from starting, a `warning` is logged. `lightscale doctor` shows all results, and measures in
-addition.
+Every rank reads facts (`Machine.read`), the facts of all ranks go to all, and each rank draws the same conclusions. The
+checks therefore detect a machine that differs from the others, and no rank waits for one that has left. A check with
+the outcome `failed` stops the start; a `warning` is logged. `lightscale doctor` shows all results, with measurements.
 
     check_ranks      machines, equal versions, clocks, shared directory, disk      needs all ranks
-    check_machine    the part of it that one machine can check by itself
+    check_machine    the checks that need one machine only
 """
 
 import contextlib
@@ -44,7 +43,7 @@ _KEEP = 2
 
 
 def check_before_training(config: RunConfig, run: RunDirectory, ranks: Agreement, local_rank: int) -> list[str]:
-    """The warnings, one line each. Raises UserError, on every rank, for what keeps the run from working."""
+    """The warnings, one line each. Raises UserError, on every rank, for faults that stop the run."""
     results = check_ranks(config, run.path, ranks, local_rank)
     hosts = ranks.on_all(host_name)
     failed, warned = (
@@ -197,7 +196,7 @@ def check_shared(ranks: Agreement, directory: Path) -> list[CheckResult]:
 
 
 def check_disk(config: RunConfig | None, directory: Path) -> list[CheckResult]:
-    """Whether the next checkpoints fit, where the run is or is to be."""
+    """Whether the next checkpoints fit on the disk of the run."""
     existing = existing_part(directory)
     free = shutil.disk_usage(existing).free
     size, origin = checkpoint_bytes(config, RunDirectory(directory))
@@ -224,13 +223,13 @@ def check_disk(config: RunConfig | None, directory: Path) -> list[CheckResult]:
 
 
 def weights_left(config: RunConfig, run: RunDirectory) -> int:
-    """How many checkpoints of the weights alone, which are never removed, `run` has still to write."""
+    """Number of remaining checkpoints of the weights alone of `run`, which are never removed."""
     every = config.checkpoint.keep_weights_every
     return 0 if every is None else max(0, config.total_steps // every - len(list_steps(run.checkpoints, "weights")))
 
 
 def exports_left(config: RunConfig, run: RunDirectory) -> int:
-    """How many exports, which are never removed either, `run` has still to write."""
+    """Number of remaining exports of `run`, which are never removed either."""
     every = config.checkpoint.export_every
     return 0 if every is None else max(0, config.total_steps // every - len(list_steps(run.exports)))
 

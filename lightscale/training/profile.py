@@ -1,9 +1,8 @@
-"""Profiles of chosen steps: a trace of what ran when, and a snapshot of what held memory."""
+"""Profiles of chosen steps: a trace of operations over time, and a snapshot of allocated memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -31,9 +30,7 @@ class StepProfiler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._profile is not None:
             self._finish()
 

@@ -1,11 +1,11 @@
-"""Where a run continues: at its newest good checkpoint, or at one before steps that had to be skipped.
+"""Recovery: a run continues from its newest good checkpoint, or from one before steps that had to be skipped.
 
-    resume      at every start: newest whole checkpoint -> weights, optimizer, random states, data position, guard
-    roll_back   after too many skipped steps in a row, or where the state is not finite: put newer checkpoints aside,
+    resume      at every start: newest intact checkpoint -> weights, optimizer, random states, data position, guard
+    roll_back   after too many skipped steps in a row, or for a state that is not finite: put newer checkpoints aside,
                 record that their data is skipped, and resume from the last checkpoint before them
 
-Nothing here is kept in memory alone. What decides where a run continues is on disk, as checkpoints and as events, so
-that a crash at any moment leads to the same run as no crash.
+Checkpoints and events on disk alone decide where a run continues. A crash at any moment therefore leads to the same run
+as no crash.
 """
 
 from collections import Counter
@@ -177,7 +177,7 @@ class Recovery:
         Args:
             first: of the bad steps. Good steps in between would have ended their row.
             last: the step that was just done.
-            reason: what was bad, for messages.
+            reason: the fault, for messages.
 
         Returns:
             The steps done. Checkpoints after it have been put aside, since later ones will take their names.

@@ -1,4 +1,4 @@
-"""What a run keeps of its token store: whoever has the run's directory can use the model without the store.
+"""The copy of the tokenizer in a run: the directory of a run suffices to use its model without the store.
 
 That is its tokenizer, and the names of the classes that it learns to tell apart. `keep_tokenizer` is called
 at every start, so that runs from before, which keep none, get theirs when they are resumed.
@@ -21,8 +21,8 @@ def keep_tokenizer(
 ) -> None:
     """Copy the tokenizer of `store` to `run`, unless it is there and whole; collective over `ranks`.
 
-    Raises UserError, on all of them, where the run keeps another tokenizer and `allow` does not name `data`, and where
-    the store's files are not those that the store was written with.
+    Raises UserError, on all ranks, if the run keeps another tokenizer and `allow` does not name `data`, or if the files
+    of the store have changed since it was written.
     """
 
     def keep() -> None:

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from lightscale.output.streams import offer
@@ -69,9 +69,7 @@ class StopSignal:
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
     def should_stop(self, all_reduce_max: Callable[[int], int]) -> bool:
@@ -99,7 +97,7 @@ class StopSignal:
 def die_with_parent(parent: int) -> None:
     """Have the kernel end this process (SIGKILL) as soon as its parent, the process `parent`, is gone.
 
-    Otherwise a launcher killed with SIGKILL leaves its ranks behind, and these keep the GPUs. Long-lived children
+    Without it, a launcher killed with SIGKILL leaves its ranks behind, and these keep the GPUs. Long-lived children
     of a rank need it too. Linux only; elsewhere without effect.
     """
     if sys.platform != "linux":

@@ -5,8 +5,8 @@
     Trainer.run               loop { step, rollback?, validation?, evaluation?, save?, stop? }
     Trainer._train_step       data, forward and backward, guard, optimizer, metrics
 
-Every rank runs the same code. Whatever happens, the run directory says how far it got: metrics for each step, an event
-for each start, save and stop, and a status when the loop ends.
+Every rank runs the same code. The run directory always records the progress: metrics for each step, an event for each
+start, save and stop, and a status when the loop ends.
 """
 
 import importlib
@@ -68,7 +68,7 @@ from lightscale.training.signals import StopSignal
 
 
 def preload(config: RunConfig) -> None:
-    """Import what `train` will need beside this module, for ranks that are forks of this process."""
+    """Import the modules that `train` loads late, for ranks that are forks of this process."""
     # The mixers are found by their names.
     check_model(config.model, config.parallel)
     # The first optimizer of a process imports it, to tell it that there is nothing to compile.
@@ -83,17 +83,23 @@ def train(
     planned_memory_bytes: int | None = None,
     begin_evaluation: BeginEvaluation | None = None,
 ) -> Status:
-    """Train until the last step or a stop signal; resume from the newest whole checkpoint of ``run``.
+    """Train until the last step or a stop signal; resume from the newest intact checkpoint of ``run``.
 
-    Called on every rank, with torchrun's variables in the environment and ``run`` already created. ``allow`` names the
-    changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``. ``hold`` locks the run for
-    this job; rank 0 enters it as soon as the ranks have met. ``planned_memory_bytes``: what planning expects this rank
-    to hold, shown beside what it does hold. ``begin_evaluation``: what evaluates the model every
-    ``evaluation.every_steps``.
+    Called on every rank, with torchrun's variables in the environment and an existing ``run``.
+
+    Args:
+        config: of the run.
+        run: its directory.
+        allow: permitted changes of a resumed run: ``data``, and those of ``Checkpoints.restore``.
+        hold: locks the run for this job; rank 0 enters it as soon as the ranks have met.
+        planned_memory_bytes: planned memory of this rank, shown beside the measured one.
+        begin_evaluation: makes the evaluation that runs every ``evaluation.every_steps`` steps.
 
     Returns:
-        ``finished`` or ``resumable``, as written to status.json. Errors are raised; those that are UserError need
-        attention, others may pass when the run is restarted.
+        ``finished`` or ``resumable``, as written to status.json.
+
+    Raises:
+        UserError: the run needs attention. Other errors may pass when the run is restarted.
     """
     # Before stop signals wait: it imports the mixers, which takes long, and nothing has begun that could be saved.
     check_model(config.model, config.parallel)
@@ -137,10 +143,9 @@ def train(
 class Trainer:
     """One attempt at a run on one rank.
 
-    Everything that training changes, and the next step depends on, is in the checkpoint: weights, moments and counters
-    of ``engine``, the random states of each rank, ``step``, and what is named in ``state``. Whoever adds such a thing
-    adds it to ``state``: ``tests/training/test_state.py`` compares a trainer with a restored one, attribute by
-    attribute, and fails for what is missing.
+    The checkpoint holds the whole state that training changes and the next step depends on: weights, moments and
+    counters of ``engine``, the random states of each rank, ``step``, and the entries of ``state``. Add new state to
+    ``state``: ``tests/training/test_state.py`` compares a trainer with a restored one, attribute by attribute.
     """
 
     def __init__(

@@ -34,6 +34,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register all of it with Sphinx."""
     app.connect("source-read", _fill_in)
     app.connect("autodoc-process-docstring", _read_google_style)
+    app.connect("autodoc-process-bases", _public_bases)
     app.add_transform(FileLinks)
     app.add_html_math_renderer("mathml", (visit_inline, depart_math), (visit_block, depart_math))
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -49,6 +50,14 @@ def _fill_in(app: Sphinx, docname: str, source: list[str]) -> None:
         return PARTS[name](*arguments)
 
     source[0] = _PLACE.sub(part, source[0])
+
+
+def _public_bases(app: Sphinx, name: str, obj: object, options: object, bases: list[Any]) -> None:
+    """Show the first public class above a private base."""
+    for place, base in enumerate(bases):
+        above: type = getattr(base, "__origin__", base)
+        if above.__name__.startswith("_"):
+            bases[place] = next(one for one in above.__mro__ if not one.__name__.startswith("_"))
 
 
 def _read_google_style(app: Sphinx, what: Any, name: str, obj: object, options: object, lines: list[str]) -> None:

@@ -12,6 +12,7 @@ from lightscale.config.toml import read_toml
 from lightscale_site.markdown import code, directive, plain, sentence
 
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
+_IN_A_LINE = 3
 # By name: what a shipped file sets, by whole keys, and the papers that it names.
 Files = dict[str, tuple[dict[str, Any], list[str]]]
 
@@ -44,7 +45,7 @@ def _entry(described: FieldDescription, files: Files) -> str:
 
 
 def _uses(described: FieldDescription, files: Files) -> Iterator[str]:
-    """One line that lists the values of shipped files, with the papers that these name."""
+    """The values of shipped files, with the papers that these name; many values fold away."""
     pattern = re.compile(re.escape(described.key).replace("NAME", "[^.]+"))
     by_value: dict[str, list[str]] = defaultdict(list)
     for name, (table, papers) in files.items():
@@ -54,8 +55,13 @@ def _uses(described: FieldDescription, files: Files) -> Iterator[str]:
                 of = f" (arXiv {', '.join(papers)})" if papers else ""
                 by_value[text].append(f"{code(name)}{of}")
     if by_value:
-        parts = (f"{code(value)} in {', '.join(names)}" for value, names in by_value.items())
-        yield f"Shipped with: {'; '.join(parts)}."
+        parts = [f"{code(value)} in {', '.join(names)}" for value, names in by_value.items()]
+        if len(parts) <= _IN_A_LINE:
+            yield f"Shipped with: {'; '.join(parts)}."
+        else:
+            yield f"<details><summary>Shipped with {len(parts)} other values</summary>"
+            yield "\n".join(f"- {part}" for part in parts)
+            yield "</details>"
 
 
 def _shipped_files() -> Files:

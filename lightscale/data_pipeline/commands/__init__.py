@@ -1,1 +1,1 @@
-"""The `lightscale data` commands: what they take, what they show."""
+"""The `lightscale data` commands: their arguments and their output."""

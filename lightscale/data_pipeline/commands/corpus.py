@@ -68,7 +68,7 @@ def _corpus_files(args: argparse.Namespace) -> list[Path]:
 
 
 def read_corpus(args: argparse.Namespace) -> Corpus:
-    """The corpus of the command line, in either form; UserError for what is not one of them."""
+    """The corpus of the command line, in either form. Raises UserError for any other form."""
     files = _corpus_files(args)
     if bool(args.paths) == (args.corpus is not None) or (files and len(args.paths) > 1):
         raise UserError(f"the corpus is one CORPUS.toml, or PATHs, or --corpus {STDLIB}: use exactly one of these")

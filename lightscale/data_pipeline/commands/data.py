@@ -1,4 +1,4 @@
-"""``lightscale data``: prepare, inspect, verify and upgrade token stores, and find what a run read of them."""
+"""``lightscale data``: prepare, inspect, verify and upgrade token stores, and list the documents that a run read."""
 
 import argparse
 import importlib

@@ -1,4 +1,4 @@
-"""``lightscale data listops`` and the like: stores of made-up documents, a command for each generator."""
+"""``lightscale data listops``, ``mqar``, …: stores of made-up documents, a command for each generator."""
 
 import argparse
 import functools

@@ -1,4 +1,4 @@
-"""``lightscale data plan``: what preparing a corpus will give and take, from a sample."""
+"""``lightscale data plan``: size of a store and costs of its preparation, estimated from a sample."""
 
 import argparse
 import itertools

@@ -89,16 +89,16 @@ def _prepare_with(make_executor: ExecutorFactory, args: argparse.Namespace) -> i
 
 
 def _added(report: dict[str, Any]) -> str:
-    """What became of the new files, beside what was there."""
+    """Counts of the new files, beside those of the old store."""
     stages = [source["stages"] for source in report["corpus"].values()]
     old = sum(source["documents"] for source in report["base"]["sources"].values())
     read, new = (sum(one[name]["documents"] for one in stages) for name in ("read", "tokenize"))
     dropped = sum(one["documents"] for stage in stages for one in stage["deduplicate"]["dropped"].values())
     known = report["known"]
     return (
-        f"{old:,} documents were there; {new:,} new of {read:,} read in {report['files']:,} files; duplicates: "
-        f"{known['documents']:,} of what was there, {dropped - known['documents']:,} of each other; "
-        f"{known['files']:,} files that were there were not read"
+        f"{old:,} old documents; {new:,} new of {read:,} read in {report['files']:,} files; duplicates: "
+        f"{known['documents']:,} of old documents, {dropped - known['documents']:,} of each other; "
+        f"{known['files']:,} old files skipped"
     )
 
 

@@ -16,7 +16,7 @@ _PIPE_WIDTH = 500
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the step consumed; ``UserError`` for a step that the run does not have."""
+    """Print the data that the step consumed. Raises ``UserError`` for a step that the run does not have."""
     config, loader = run_loader(args.run)
     if not 1 <= args.step <= config.total_steps:
         raise UserError(f"--step {args.step}: {args.run} has steps 1 to {config.total_steps}")

@@ -1,4 +1,4 @@
-"""``lightscale data verify``: compare a store with the hashes of what was written."""
+"""``lightscale data verify``: compare a store with the hashes of its data."""
 
 import argparse
 import json

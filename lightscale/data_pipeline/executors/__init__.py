@@ -1,4 +1,4 @@
-"""What runs the tasks of a preparation. ``mpi`` and ``ray_cluster`` are imported where they are asked for."""
+"""Executors of the tasks of a preparation. ``mpi`` and ``ray_cluster`` are imported on demand."""
 
 from lightscale.data_pipeline.executors.interface import (
     Advance,

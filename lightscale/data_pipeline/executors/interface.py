@@ -1,9 +1,8 @@
 """Interface of executors, which run the tasks of a preparation on any engine.
 
-All executors run the same tasks and leave the same files. A task returns nothing: its result is a file that appears by
-one rename when it is whole. So an executor needs no results, no order of tasks and no memory of what is done; whatever
-was interrupted is run again, and finds finished files. Nor does it matter if a task that was taken for lost goes on
-beside its repetition.
+All executors run the same tasks and leave the same files. A task returns no value: its result is a file that appears by
+one rename when it is complete. An executor therefore needs no results, no order of tasks and no record of finished
+ones. Interrupted tasks run again and find finished files. A task that was taken for lost may run beside its repetition.
 """
 
 from abc import abstractmethod
@@ -21,10 +20,10 @@ Task = Callable[[Any, Any, Advance], None]
 Progress = Callable[[str, int, int], None]
 """(step, bytes done, total bytes)."""
 MakeContext = Callable[[], Any]
-"""Makes what all tasks share; every process calls it once, because it holds a tokenizer, which is slow to load."""
+"""Makes the object that all tasks share. Every process calls it once: it loads a tokenizer, which is slow."""
 
 MOST_LOSSES = 10
-"""So often workers may die with no task finished between: what always dies is not tried for ever."""
+"""Limit of dead workers without a finished task between them; more end the preparation."""
 _POLL_S = 0.2
 # Tasks that an engine knows of at a time: more than there are workers, and few enough that they take little memory.
 _IN_HAND = 4096
@@ -59,7 +58,7 @@ _Handle = TypeVar("_Handle", bound=Hashable)
 class HandsOut(Generic[_Handle]):
     """The part of an executor that is the same for all engines: tasks go to workers as these become free.
 
-    An engine starts a task and knows it by a handle.
+    An engine starts a task and identifies it by a handle.
     """
 
     def __enter__(self) -> Self:
@@ -127,7 +126,7 @@ class HandsOut(Generic[_Handle]):
 
 
 class ProgressMeter:
-    """Shows how much of a step is done."""
+    """Shows the progress of a step."""
 
     def __init__(self, step: str, total: int, progress: Progress) -> None:
         self._step, self._total, self._progress = step, total, progress

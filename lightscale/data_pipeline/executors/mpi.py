@@ -15,7 +15,7 @@ from lightscale.errors import UserError
 
 @contextmanager
 def ranks() -> Iterator[ExecutorFactory | None]:
-    """For all ranks to enter: on rank 0 what makes the executor; on the others None, when there is no more to do.
+    """Entered by all ranks. Rank 0 gets the factory of the executor; the others get None after the last task.
 
     Raises ``UserError`` without mpi4py or an MPI library.
     """

@@ -1,11 +1,10 @@
-"""On a Ray cluster, over one file system: nodes may come and go, Ray repeats the tasks of those that went."""
+"""Executor on a Ray cluster with one file system: nodes may join and leave, and Ray repeats the tasks of lost nodes."""
 
 import logging
 import os
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lightscale.data_pipeline.executors.interface import MOST_LOSSES, HandsOut, MakeContext, Task
@@ -14,7 +13,7 @@ from lightscale.errors import UserError
 
 
 class RayCluster(HandsOut[Any]):
-    """Runs tasks on the cluster Ray finds (RAY_ADDRESS, or one with a node on this machine), or on one of its own."""
+    """Runs tasks on the cluster Ray finds (RAY_ADDRESS, or one with a node on this machine), or on a new one."""
 
     def __init__(self, make_context: MakeContext) -> None:
         # Set before Ray is imported: nothing is sent to its makers. A cluster that is there has its own setting.
@@ -40,9 +39,7 @@ class RayCluster(HandsOut[Any]):
         self._remote = self._ray.remote(num_cpus=1, max_retries=MOST_LOSSES, retry_exceptions=False)(_run_in)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._is_own:
             self._ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""What runs in a worker, a process of any engine."""
+"""Code of a worker, a process of any engine."""
 
 from typing import Any
 

@@ -42,7 +42,7 @@ class Generator(ABC):
     classes: ClassVar[Sequence[str]] = ()
     """Names of the classes that labels are the numbers of; none: documents have no labels."""
     has_loss_mask: ClassVar[bool] = False
-    """Whether documents say which of their tokens count."""
+    """Whether documents have a mask of the tokens that count."""
 
     @staticmethod
     @abstractmethod

@@ -7,7 +7,7 @@ MIN are the largest and the smallest, MED the median, rounded down where it is b
 10. Brackets are tokens like all else, so that the nesting is in the text.
 
 An argument is an operation with ``OPERATION_SHARE``, as long as it is not ``max_depth`` deep, otherwise a digit; the
-root is an operation. What is shorter or longer than wanted is made again.
+root is an operation. An expression outside the length limits is drawn again.
 """
 
 import argparse

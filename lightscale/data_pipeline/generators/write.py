@@ -36,12 +36,12 @@ def write_made_store(
         out: must not exist.
         name: of the generator.
         generator: makes the documents.
-        documents, validation: how many of them each source has; ``validation`` may be 0.
+        documents, validation: number of documents of each source; ``validation`` may be 0.
         seed: of all of them. More documents are the same ones and further ones.
         progress: of the documents.
 
     Raises:
-        UserError: a path that exists, numbers that cannot be, or what the generator refuses.
+        UserError: a path that exists, numbers out of range, or options that the generator refuses.
     """
     for what, value, least in (("documents", documents, 1), ("validation", validation, 0)):
         if value < least:

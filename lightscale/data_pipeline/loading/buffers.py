@@ -1,4 +1,4 @@
-"""Memory that is used again once nobody holds it."""
+"""Memory that is reused after its last reference is gone."""
 
 import math
 import sys
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 class Buffers:
     """int32 arrays, each used again when the last view of it and the last tensor over it are gone.
 
-    Nobody gives an array back: its reference count says when nobody holds it.
+    Arrays are not returned explicitly: the reference count shows when one is free.
 
     The system hands out fresh memory with a page fault for every 4 KiB, which takes several times longer than to fill
     it with tokens. As many arrays are kept as were held at once. Several threads may take.
@@ -41,4 +41,4 @@ def _references(arrays: list[NDArray[np.int32]], index: int) -> int:
 
 
 _UNUSED = _references([np.empty(0, dtype=np.int32)], 0)
-"""What ``_references`` gives for an array that only its list holds; versions of Python differ."""
+"""Result of ``_references`` for an array that only its list holds; versions of Python differ."""

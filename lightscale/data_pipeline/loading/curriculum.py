@@ -1,10 +1,10 @@
-"""Where in the data a run is: ranges that a recovery skipped, and curriculum stages of growing sequence length.
+"""Position of a run in its data: ranges that a recovery skipped, and curriculum stages of growing sequence length.
 
     tokens consumed ─SkippedRanges─▶ position in the data ─Curriculum─▶ curriculum stage, sample index in it
 
-A position in the data is a number of tokens: those consumed plus those skipped. Both steps are pure functions of what
-the configuration and the recovery recorded, so that any position is found at once, without replaying the run.
-Everything about the data depends on the position; the learning rate depends on the number of steps.
+A position in the data is a number of tokens: consumed plus skipped ones. Both steps are pure functions of the records
+of configuration and recovery, so that any position is computed directly, without replaying the run. The data depend on
+the position; the learning rate depends on the number of steps.
 """
 
 import bisect
@@ -20,8 +20,8 @@ from lightscale.errors import UserError
 class SkippedRanges:
     """Data that is never trained on: when ``at_tokens`` tokens are consumed, the next ``skip_tokens`` are skipped.
 
-    ``records`` holds pairs (at_tokens, skip_tokens); those with the same ``at_tokens`` add up. They are kept by tokens
-    consumed and not by position, so that a run that goes back to an earlier checkpoint skips the same data again.
+    ``records`` holds pairs (at_tokens, skip_tokens); pairs with the same ``at_tokens`` add up. They refer to consumed
+    tokens, not to positions, so that a run that rolls back to an earlier checkpoint skips the same data again.
     """
 
     records: tuple[tuple[int, int], ...] = ()
@@ -62,7 +62,7 @@ class LengthStage:
     micro_batch_size: int
     """Sequences that a data rank holds at once."""
     num_parts: int
-    """How many of its sequences together are as long as one of the last curriculum stage."""
+    """Number of its sequences that together are as long as one of the last curriculum stage."""
 
 
 class Curriculum:
@@ -104,7 +104,7 @@ class Curriculum:
         self._starts = [stage.start for stage in self.stages]
 
     def number_at(self, position: int) -> int:
-        """The index in ``stages`` of the one that ``position`` ≥ 0 lies in."""
+        """Index in ``stages`` of the stage that holds ``position`` ≥ 0."""
         return bisect.bisect_right(self._starts, position) - 1
 
     def description(self) -> str:

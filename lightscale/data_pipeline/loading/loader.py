@@ -1,11 +1,11 @@
-"""From token stores to batches: which tokens a rank holds at a step, as a pure function of (seed, tokens consumed).
+"""From token stores to batches: the tokens of a rank at a step, a pure function of (seed, tokens consumed).
 
     tokens consumed ─curriculum.py─▶ curriculum stage, sample indices of the step
     sample index ─order.py─▶ source, epoch, window ─windows.py─▶ ranges of documents ─pread─▶ tokens, labels, positions
     samples of the step ─LoaderLayout─▶ this rank's micro-batches
 
-The layout is applied last, and neither it nor the length of the run enters the order. So any number of ranks reads the
-same samples, a run resumes on another number of ranks, and the loader's whole state is the number of tokens consumed.
+The layout is applied last; neither it nor the length of the run enters the order. Any number of ranks therefore reads
+the same samples, and a run resumes on another number of ranks. The loader's state is the number of consumed tokens.
 """
 
 import sys
@@ -119,8 +119,8 @@ class TokenLoader:
 
         ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
         for the last curriculum stage, that of ``sequence_length``. ``index_dir``: where the indices of
-        ``packing`` = "whole" are kept. ``targets``: what is predicted; None: the next token. Raises ``UserError`` for
-        sizes that do not divide and sources that are not there or hold validation data.
+        ``packing`` = "whole" are kept. ``targets``: makes the labels; None: the next token. Raises ``UserError`` for
+        sizes that do not divide, unknown sources, and sources of validation data.
         """
         self.store = store
         self.sequence_length = sequence_length
@@ -137,7 +137,7 @@ class TokenLoader:
         self.tokens = 0
         """Tokens consumed: the inputs of all samples before the next step's, padding included, over all ranks."""
         self.skips = SkippedRanges()
-        """What a recovery skipped."""
+        """The data that a recovery skipped."""
         divisor_name = f"micro_batch_size {micro_batch_size} × {self.layout.data_size} data ranks"
         # Every data rank has the same number of micro-batches: ranks that had fewer would wait in the next collective.
         round_size = micro_batch_size * self.layout.data_size
@@ -239,7 +239,7 @@ class TokenLoader:
         self.skips = self.skips.adding(at_tokens, skip_tokens)
 
     def fingerprint(self) -> dict[str, str]:
-        """What decides the tokens of every sample, by name. Neither layout nor batch size is in it."""
+        """All inputs that decide the tokens of every sample, by name; neither layout nor batch size is one."""
         # Compared on resume: another value of any of these would give other tokens for the same number consumed.
         parts = {
             "store": self.store.fingerprint(),
@@ -263,7 +263,7 @@ class TokenLoader:
         return {"tokens": self.tokens, "skips": skips, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, under any layout and batch size; ``UserError`` names what differs."""
+        """Continue from ``state``, under any layout and batch size. Raises ``UserError`` that names each difference."""
         saved, current = state["fingerprint"], self.fingerprint()
         differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
         if differing:
@@ -279,7 +279,7 @@ class TokenLoader:
         self.tokens, self.skips = tokens, skips
 
     def description(self) -> list[str]:
-        """A line for every source and curriculum stage: what of it is read, how often, and what is skipped."""
+        """A line for every source and curriculum stage: tokens read, number of epochs, tokens skipped."""
         lines = []
         for name, share in zip(self.mixture.names, self.mixture.parts, strict=True):
             what = self._stages[-1].windows[name].description()
@@ -393,7 +393,7 @@ def validation_batches(
 
     The windows are those of ``concat``, however training packs. Every data rank gets the same number of batches of
     the same shape: micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window
-    repeat the first one with ``loss_mask`` 0. ``targets``: what is predicted; None: the next token.
+    repeat the first one with ``loss_mask`` 0. ``targets``: makes the labels; None: the next token.
     """
     # One kind of window for every run: losses of runs that pack differently can be compared.
     windows, buffers = ConcatWindows(source, sequence_length), Buffers()

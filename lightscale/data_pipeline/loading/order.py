@@ -1,16 +1,16 @@
-"""Which window comes when: a pure function of (seed, epoch, source, sample index).
+"""Order of windows: a pure function of (seed, epoch, source, sample index).
 
-Nothing is shuffled in memory and nothing is written down: a source may have 10^8 windows, a run resumes at any sample,
-and every rank must find the same order without asking the others. So all parts answer for any indices, without memory
-of what came before; for many at once, because that takes hardly longer than for one:
+The order needs neither a shuffle in memory nor a file: a source may have 10^8 windows, a run resumes at any sample, and
+every rank must find the same order without communication. All parts therefore map any indices, without a history. They
+take many indices at once, because that costs hardly more than one:
 
 - ``Permutation`` gives the windows of a source another order in every epoch.
-- ``Mixture`` says which source a sample comes from, and which of that source's samples it is.
+- ``Mixture`` maps a sample to its source, and to its index among the samples of that source.
 - ``SampleOrder`` joins the two: sample index to source, epoch and window.
 - ``PartOrder`` is the order while a curriculum reads windows in parts.
 
-They use integers and BLAKE2b only, no floating point and no library's random generator, so that the order is the same
-on every machine and in every version of numpy.
+They use integers and BLAKE2b only, no floating point and no library's random generator. The order is the same on every
+machine and in every version of numpy.
 """
 
 import functools
@@ -37,7 +37,7 @@ _HALF = np.uint64(32)
 
 
 class Permutation:
-    """A shuffle of 0 … n - 1 that answers for any indices, in time and memory of those alone.
+    """A shuffle of 0 … n - 1 that maps any indices, in time and memory of these indices alone.
 
     A Feistel network over pairs (left, right) of digits in base b = ceil(sqrt(n)): each of 6 rounds maps
     (l, r) to (r, l + F(r) mod b), F being a 64-bit mix keyed by BLAKE2b of (seed, epoch, source). Every round
@@ -79,12 +79,12 @@ class Mixture:
     """Weighted mixing of K sources: for every i, each has given floor(w i) or ceil(w i) of the first i
     samples.
 
-    The weights are taken as whole parts p of a period P of about 25,200 samples, or 1,008,000 where those miss a share
-    by more than 1e-6, w = p / P; a source gets at least one part. Within a period the m-th sample of a source may not
-    come before slot floor((m - 1) P / p) and must come before slot ceil(m P / p); of the samples that may come, the one
-    that must come earliest does (earliest deadline first, ties to the earlier name). As the shares sum to one, no
-    deadline is ever missed (Baruah et al., "Proportionate progress", 1996), which is the bound above. The order of one
-    period is a table; all periods are alike, so sample i is found by one division and one look-up.
+    Weights are rounded to w = p / P with whole p ≥ 1. The period P is about 25,200 samples, or 1,008,000 if the shorter
+    one misses a share by more than 1e-6. Within a period the m-th sample of a source may not come before slot
+    floor((m - 1) P / p) and must come before slot ceil(m P / p). Of the possible samples, the one with the earliest
+    deadline comes first (ties: the earlier name). As the shares sum to one, no deadline is missed (Baruah et al.,
+    "Proportionate progress", 1996), which gives the bound above. One period is a table, and all periods are equal: one
+    division and one look-up find sample i.
     """
 
     def __init__(self, weights: Mapping[str, float], *, resolutions: Sequence[int] = RESOLUTIONS) -> None:
@@ -110,7 +110,7 @@ class Mixture:
         return sources, periods * np.array(self.parts)[sources] + self._rank_at[slots]
 
     def counts(self, num_samples: int) -> dict[str, int]:
-        """How many of the first ``num_samples`` samples come from each source."""
+        """Number of the first ``num_samples`` samples that come from each source."""
         periods, slots = divmod(num_samples, self.period)
         rest = np.bincount(self._source_at[:slots], minlength=len(self.names))
         return {name: periods * self.parts[k] + int(rest[k]) for k, name in enumerate(self.names)}
@@ -146,7 +146,7 @@ Order = Callable[[NDArray[np.int64]], Locations]
 
 
 class SampleOrder:
-    """Windows of several sources, mixed by weight, each source's in an order of its own in every epoch."""
+    """Windows of several sources, mixed by weight; each source has its own order in every epoch."""
 
     def __init__(self, mixture: Mixture, num_windows: Mapping[str, int], *, seed: int) -> None:
         self._mixture = mixture
@@ -174,9 +174,8 @@ class PartOrder:
     """The windows ``first`` … ``first`` + ``num_windows`` - 1 of another order, cut into ``num_parts`` parts
     each and shuffled together: part p of window w becomes window w ``num_parts`` + p.
 
-    So a curriculum stage of short sequences reads exactly the tokens that the same part of the run would have read in
-    long ones, no token comes twice before all have come once, and yet neighbours in the text do not meet in
-    a batch.
+    A curriculum stage of short sequences therefore reads exactly the tokens that the same part of the run would read in
+    long ones. No token comes twice before all have come once, and neighbours in the text do not meet in a batch.
     """
 
     def __init__(self, order: Order, *, first: int, num_windows: int, num_parts: int, seed: int) -> None:

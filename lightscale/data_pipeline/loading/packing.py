@@ -1,21 +1,19 @@
 """Windows that leave documents whole: ``[data] packing = "whole"``.
 
-A document is cut only where it is longer than a window of n tokens: into as many full windows as it has, and a
-rest, which restarts positions and states like a document of its own. Documents and rests are put together so that
-little padding is needed:
+Only documents longer than a window of n tokens are cut: into full windows and a rest, which restarts positions and
+states like a separate document. Documents and rests are combined so that little padding is needed:
 
-- **Regions.** The documents that begin in the tokens r S … (r + 1) S - 1 of the source, S = 64 n, are region r. They
-  are packed for themselves, so that a region's windows follow from its documents alone: a window is found without
-  packing all that come before it.
-- **In a region**, what is longer than n / 16 is packed best-fit decreasing: the longest first, each into the window
-  with the least room that still holds it, or a new one. The rest fills the room that is left, in the order of the
-  text; that takes time by the window, not by the document, and wastes less than n / 16 a window.
+- **Regions.** The documents that begin in the tokens r S … (r + 1) S - 1 of the source, S = 64 n, are region r. Each
+  region is packed separately, so that its windows follow from its documents alone. Finding a window does not pack the
+  windows before it.
+- **In a region**, pieces longer than n / 16 are packed best-fit decreasing: the longest first, each into the window
+  with the least room that still holds it, or a new one. Shorter pieces fill the remaining room in the order of the
+  text. That takes time per window, not per document, and wastes less than n / 16 tokens per window.
 
-**How a window is found.** The index holds, for every region, the number of windows in the regions before: window w is
-in the last region with at most w, found by bisection; the region's document ends are read (a range of ``doc_ends``)
-and packed again, which is the work of a moment and is kept for the last few regions. So the index takes 8 bytes for
-64 windows' tokens: for 300B tokens 18.3 MB at n = 2,048, 4.6 MB at 8,192, 0.3 MB at 131,072, whatever the number of
-documents. It is made by packing every region once and kept in a file, so that a resumed run reads it.
+**Index.** For every region it holds the number of windows in the regions before. Bisection finds the region of window
+w. The loader then reads the region's document ends (a range of ``doc_ends``) and packs the region again; it caches the
+last few regions. The index takes 8 bytes per region: for 300B tokens 18.3 MB at n = 2,048, 4.6 MB at 8,192, 0.3 MB at
+131,072, for any number of documents. It is made by packing every region once, and kept in a file for resumed runs.
 """
 
 import bisect
@@ -43,7 +41,7 @@ _DOCUMENTS_AT_ONCE = 2**20
 
 
 class PackedRegion(NamedTuple):
-    """What the windows of a region hold."""
+    """The content of the windows of a region."""
 
     window_starts: NDArray[np.int64]
     """(windows + 1,): index of each window's first document range; at the end, the number of ranges."""

@@ -18,10 +18,9 @@ _DataPosition = tuple[int, SkippedRanges]
 class Prefetcher:
     """The steps of ``loader``, read up to ``depth`` steps ahead. A context manager: leaving it ends the thread.
 
-    The loader's ``tokens`` count only what ``next_step`` gave out, so that its state is that of the steps that were
-    trained on. Where it stands elsewhere than before, because a state was loaded or data skipped, what was read
-    ahead is dropped. An error in the thread is raised by the ``next_step`` that would have met it, with the
-    thread's traceback.
+    The loader's ``tokens`` count only steps that ``next_step`` returned, so that its state is that of the trained
+    steps. If its position changes, because a state was loaded or data skipped, the steps read ahead are dropped. An
+    error in the thread is raised by the ``next_step`` of the same step, with the thread's traceback.
     """
 
     def __init__(self, loader: TokenLoader, *, depth: int = DEFAULT_DEPTH, device: torch.device | None = None) -> None:

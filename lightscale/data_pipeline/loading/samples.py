@@ -1,4 +1,4 @@
-"""What a step of a run was trained on: every document and token range, computed from what the run recorded.
+"""The data of a step of a run: every document and token range, computed from the records of the run.
 
 Nothing is logged while training: the order of the samples is a pure function of the run's configuration, its store,
 and the data that recoveries skipped (the events ``data_skipped`` of its events.jsonl).
@@ -37,14 +37,14 @@ class DocumentRange:
     stop: int
     """The tokens start … stop - 1 of the document were inputs; token 0 is the end-of-text token before it."""
     origin: Origin | None
-    """The file that the document came from; None where the store does not say."""
+    """The file that the document came from; None: the store has no origins."""
     label: str | None
     """Its class; None where the store has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleContent:
-    """What one sequence holds."""
+    """The content of one sequence."""
 
     sample: int
     """Index in the order of its curriculum stage."""
@@ -58,7 +58,7 @@ class SampleContent:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContent:
-    """What one step consumed."""
+    """The data that one step consumed."""
 
     step: int
     first_token: int
@@ -74,7 +74,7 @@ MakeTargets = Callable[[RunConfig, TokenStore], Targets | None]
 def run_loader(run: Path, *, targets: MakeTargets | None = None) -> tuple[RunConfig, TokenLoader]:
     """The configuration of the run in the directory ``run``, and its loader with the skipped data recorded there.
 
-    ``targets``: makes what is predicted, where batches are wanted; none: the next token.
+    ``targets``: makes the labels of batches; none: the next token.
     ``UserError`` where it is no run, or its store is another one than its checkpoints were trained on.
     """
     require_run(run)
@@ -96,7 +96,7 @@ def run_loader(run: Path, *, targets: MakeTargets | None = None) -> tuple[RunCon
 
 
 def step_content(loader: TokenLoader, step: int) -> StepContent:
-    """What step number ``step``, from 1, of a run consumes."""
+    """The data that step number ``step``, from 1, of a run consumes."""
     if step < 1:
         raise UserError(f"step {step}: steps are counted from 1")
     first_token = (step - 1) * loader.tokens_per_step

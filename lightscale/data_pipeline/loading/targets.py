@@ -1,4 +1,4 @@
-"""What is predicted of a row, where that is not the next token: made of whole rows, before they are cut over ranks."""
+"""Labels other than the next token: made of whole rows, before these are divided over ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -16,9 +16,9 @@ class Predicted(NamedTuple):
     """Of rows of n tokens, (b, n) each."""
 
     inputs: NDArray[np.int32]
-    """What the model sees."""
+    """Inputs of the model."""
     labels: NDArray[np.int32]
-    """What it is to predict where that counts; elsewhere any label."""
+    """Labels; any value where the loss mask is 0."""
     counted: NDArray[np.float32]
     """1 where something is predicted."""
 
@@ -39,7 +39,7 @@ class WholeRows(NamedTuple):
     tokens: NDArray[np.int32]
     """(b, n), the text."""
     counted: NDArray[np.float32]
-    """(b, n), 1 where the text may be predicted: no padding, and what the source's loss mask says."""
+    """(b, n), 1 where the text may be predicted: neither padding nor masked by the source."""
     places: NDArray[np.int64]
     """(b,), tokens of the run's data before each row: no two rows of a run have the same, in no epoch."""
     documents: Callable[[], Sequence[RowDocuments]]
@@ -53,4 +53,4 @@ class Targets(Protocol):
         """Inputs, labels and what counts of whole rows."""
 
     def description(self) -> str:
-        """What decides its results beside the store; compared when a run is resumed."""
+        """Inputs beside the store that decide its results; compared when a run is resumed."""

@@ -2,9 +2,8 @@
 
 A window has n = ``sequence_length`` slots, one for each input token. It is described by document ranges: consecutive
 tokens of one document each, or padding, which belongs to no document. ``concat`` windows are neighbours in the stream
-of documents, ``joined`` ones the same without resets between documents; those of ``whole`` (``packing.py``) are put
-together so that documents stay whole. What follows, reading, labels and the segment of a sequence rank, is the same for
-all.
+of documents, ``joined`` ones the same without resets between documents. ``whole`` windows (``packing.py``) keep
+documents whole. Reading, labels and the segment of a sequence rank are the same for all three.
 """
 
 import functools
@@ -23,7 +22,7 @@ from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
 
 Shift = Literal[0, 1]
-"""How many tokens behind its input a label stands."""
+"""Distance in tokens from an input to its label."""
 
 
 _ON_HOST = ("host_starts", "tokens_after")
@@ -41,7 +40,7 @@ class Batch:
     the sequence is cut over ranks, so that no rank needs a token of the next one. After a document's last token that is
     the end-of-text token, with which documents begin."""
     loss_mask: torch.Tensor
-    """fp32: 1 where the label counts, 0 in padding and where the source's own mask says so."""
+    """fp32: 1 where the label counts, 0 in padding and where the mask of the source is 0."""
     start_slots: torch.Tensor
     """(m,) int64 ascending: the slots where document ranges start, over the rows laid one after another; every row
     starts one."""
@@ -70,8 +69,8 @@ class Batch:
     def positions(self) -> torch.Tensor:
         """int64: tokens since the document's or, if later, the window's start; 0 exactly where one starts.
 
-        Padding counts as a document of its own, so that no state reaches or leaves it. Made of ``start_slots`` when
-        it is first asked for, on the device that they are on: that is fewer bytes to move there.
+        Padding counts as a separate document, so that no state reaches or leaves it. Computed from ``start_slots`` at
+        the first access, on their device: these are fewer bytes to move there.
         """
         return self._positions
 
@@ -97,7 +96,7 @@ class Batch:
         return Batch(**moved, host_starts=self.document_starts[:2], tokens_after=self.tokens_after)
 
     def pinned(self) -> "Batch":
-        """The same in memory that a GPU copies from by itself; what is there already is not copied."""
+        """The same in pinned memory, from which a GPU copies asynchronously; pinned tensors are not copied."""
         # Contiguous: anything else would be copied once more, from memory that is not pinned.
         pinned = {name: tensor.contiguous().pin_memory() for name, tensor in self._tensors().items()}
         return Batch(**pinned, host_starts=self.host_starts, tokens_after=self.tokens_after)
@@ -108,7 +107,7 @@ class Batch:
 
 
 class DocumentRanges(NamedTuple):
-    """What a window holds: consecutive tokens of documents, one range after another."""
+    """The content of a window: consecutive tokens of documents, one range after another."""
 
     slots: NDArray[np.int64]
     """(m,) ascending: where in the window each begins."""
@@ -129,14 +128,14 @@ class Windows(Protocol):
         """Those with slots in ``first`` … ``last`` - 1. The first may begin before ``first``."""
 
     def description(self) -> str:
-        """How many windows there are and what is lost, for a message."""
+        """Number of windows and of lost tokens, for a message."""
 
 
 class ConcatWindows:
     """Neighbouring windows over the stream of documents, document boundaries being ignored.
 
-    Window w has the tokens w n … (w + 1) n - 1 as inputs; one token more is its last label. What is left at the
-    end of a source, less than a window, is never read. A window is found by arithmetic; there is no index.
+    Window w has the tokens w n … (w + 1) n - 1 as inputs; one token more is its last label. The rest at the end of a
+    source, less than a window, is never read. A window is found by arithmetic; there is no index.
     """
 
     is_contiguous: ClassVar[bool] = True
@@ -176,7 +175,7 @@ class ConcatWindows:
 class JoinedWindows(ConcatWindows):
     """The same windows, in which states and positions run on from document to document.
 
-    Papers that say nothing of resetting states may be read so. ``document_ranges`` still tells what a window holds.
+    One reading of papers that do not mention resetting states. ``document_ranges`` still lists a window's documents.
     """
 
     is_one_document = True
@@ -215,9 +214,9 @@ def read_batch(
 
     ``shift``: 1, the label of a token is the next one; 0, itself.
 
-    ``padding_id``: the end-of-text token; ``ConcatWindows`` have no use for it. ``range_starts``: what
-    ``find_range_starts`` gives for ``rows``, where it was asked before. ``source_numbers``: of each source by its name,
-    for ``Batch.sources``; None: there is one.
+    ``padding_id``: the end-of-text token; ``ConcatWindows`` do not use it. ``range_starts``: an earlier result of
+    ``find_range_starts`` for ``rows``. ``source_numbers``: of each source by its name, for ``Batch.sources``; None:
+    there is one source.
     """
     shape = (len(rows), last - first)
     if rows[0][0].is_contiguous:

@@ -1,7 +1,7 @@
-"""From units to shards: what is kept of every unit, in order, cut into shard files that are written on their own.
+"""From units to shards: the kept documents of every unit, in order, cut into shard files that are written separately.
 
-A shard does not begin where a unit begins. Counting what is kept of every unit first says which units, and which
-documents of them, each shard file holds; so shards are tasks that know nothing of each other.
+A shard does not begin where a unit begins. The counts of kept documents of every unit give the units and documents of
+each shard file. Shards are therefore independent tasks.
 
 kept/NNNNNN.json                  counts of a unit by split, its dropped duplicates, lengths
 shards/SOURCE.ARRAY/NNNNNN.json   hashes of a finished shard; of tokens also NNNNNN.npy, how often each id is in it
@@ -51,7 +51,7 @@ _EXAMPLE_TOKENS = 100
 
 
 def count_kept(context: Context, unit: UnitSummary, advance: Advance) -> None:
-    """The task that counts what is kept of a unit."""
+    """The task that counts the kept documents of a unit."""
     target = context.work.entry("kept", unit.number, ".json")
     if not target.exists():
         files = unit_files(context, unit)
@@ -113,22 +113,22 @@ def _name(context: Context, document: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSource:
-    """A source of the store: what is kept of one split of the units of one source of the corpus."""
+    """A source of the store: the kept documents of one split of the units of one source of the corpus."""
 
     name: str
     split: Split
     units: list[UnitSummary]
     unit_documents: list[int]
-    """Documents that are kept, by unit; likewise"""
+    """Kept documents, by unit."""
     unit_tokens: list[int]
-    """their tokens with end of text."""
+    """Tokens of the kept documents with end of text, by unit."""
     unit_id_bytes: list[int]
-    """and the bytes of their own ids."""
+    """Bytes of the kept documents' own ids, by unit."""
     num_bytes: int
     classes: dict[str, int]
     """Documents of each class that has some, by name; none: they have none."""
     before: BaseCounts = NOTHING
-    """What the store that is added to has of it: counted in ``counts`` and ``classes``, in no list of units."""
+    """Its content in the store that is added to: counted in ``counts`` and ``classes``, in no list of units."""
 
     def length(self, array: str) -> int:
         """Values of one of its arrays; 0: it has none such."""
@@ -156,7 +156,7 @@ class OutputSource:
 
     @cached_property
     def counts(self) -> SourceCounts:
-        """How much it holds."""
+        """Its numbers of documents, tokens and bytes."""
         return SourceCounts(
             documents=self.before.documents + sum(self.unit_documents),
             tokens=self.before.tokens + sum(self.unit_tokens),
@@ -175,7 +175,7 @@ class ShardJob:
 
 
 def read_kept(context: Context, unit: UnitSummary) -> dict[str, Any]:
-    """What ``count_kept`` found."""
+    """The result of ``count_kept``."""
     content: dict[str, Any] = json.loads(context.work.entry("kept", unit.number, ".json").read_bytes())
     return content
 
@@ -230,7 +230,7 @@ def classes(context: Context) -> list[str]:
 
 
 def shard_jobs(context: Context) -> tuple[list[ShardJob], list[int]]:
-    """All shards to write, and how many bytes each has."""
+    """All shards to write, each with its number of bytes."""
     jobs, sizes = [], []
     for source in output_sources(context):
         for array, layout in _layouts(context, source).items():
@@ -285,7 +285,7 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
                 # Counted here, where the tokens pass anyway: the entropy in the report costs no further reading.
                 if job.array == "tokens":
                     token_counts += np.bincount(part, minlength=len(token_counts))
-            assert shard.num_values == stop - first, "the units do not hold what was counted"
+            assert shard.num_values == stop - first, "the units do not hold the counted number of values"
             hashes = finish_shard(shard, temporary_blocks)
         except BaseException:
             shard.abandon()
@@ -426,7 +426,7 @@ _READERS: dict[str, Callable[[Context, OutputSource, int, int], Iterator[NDArray
     ID_ENDS: _id_ends,
     DOCUMENTS_PREFIX + LABEL: _labels,
 }
-"""What gives the values of every array of a source."""
+"""The values of every array of a source."""
 
 
 def _chosen(context: Context, source: OutputSource, index: int, files: UnitFiles) -> NDArray[np.bool_]:

@@ -35,7 +35,7 @@ _READ_VALUES = 2**21
 
 @dataclass(frozen=True, kw_only=True)
 class BaseCounts:
-    """How much of a source is there before."""
+    """Content of a source before the addition."""
 
     documents: int = 0
     tokens: int = 0
@@ -76,9 +76,9 @@ class BaseStore:
         return self.store.classes.get(LABEL, [])
 
     def fitted(self, corpus: Corpus) -> Corpus:
-        """``corpus`` with what the store decides: tokenizer, duplicates, classes, shards.
+        """``corpus`` with the settings that the store decides: tokenizer, duplicates, classes, shards.
 
-        ``UserError`` where the corpus file says something else.
+        Raises ``UserError`` if the corpus file has other settings.
         """
         duplicates = DuplicatesConfig(exact="exact" in self.keys.files, near="near" in self.keys.files)
         given = (corpus.duplicates.exact, corpus.duplicates.near)
@@ -133,7 +133,7 @@ class BaseStore:
         return read_metadata(self.path / source / array / "zarr.json")[1]
 
     def counts(self, source: str) -> "BaseCounts":
-        """How much a source holds; nothing where there is none of that name."""
+        """Content of a source; zeros if no source has that name."""
         if source not in self.groups:
             return NOTHING
         opened, group = self.store.source(source), self.groups[source]
@@ -145,7 +145,7 @@ class BaseStore:
         )
 
     def classes_of(self, source: str) -> Counter[str]:
-        """How many documents of a source have each class."""
+        """Number of documents of a source in each class."""
         found: Counter[str] = Counter()
         group = self.groups.get(source)
         if group is None or DOCUMENTS_PREFIX + LABEL not in group.arrays:
@@ -175,7 +175,7 @@ class BaseStore:
         return self.groups[source].hashes_of_shard(array, number)
 
     def description(self) -> dict[str, Any]:
-        """For the report of the store that is made of it: how much it holds, and its own report."""
+        """Its content and its own report, for the report of the new store."""
         sources = {
             name: {"documents": one.num_documents, "bytes": one.num_bytes, "tokens": one.num_tokens}
             for name, one in self.store.sources.items()

@@ -1,4 +1,4 @@
-"""What a store is made of: the typed form of a corpus file.
+"""The inputs of a store: the typed form of a corpus file.
 
     tokenizer = "tiktoken:cl100k_base"
     validation = 0.01
@@ -172,7 +172,7 @@ class Corpus(Section):
         return weights or None
 
     def read_options(self, source: str) -> ReadOptions:
-        """What is wanted of the files of ``source``."""
+        """The fields to read from the files of ``source``."""
         config = self.sources[source]
         return ReadOptions(
             text_field=config.text_field,
@@ -225,7 +225,7 @@ class Corpus(Section):
 def load_corpus(path: Path) -> Corpus:
     """The corpus in the file ``path``, with its relative paths made absolute.
 
-    Raises ``UserError`` with one line per mistake: file, key, value, and what would be right.
+    Raises ``UserError`` with one line per mistake: file, key, value and remedy.
     """
     try:
         table = read_toml(path, what="a corpus file")

@@ -1,4 +1,4 @@
-"""What became of documents, step by step: how many, how many bytes, and why each missing one was dropped."""
+"""Counts of documents, step by step: number, bytes, and the reason for each dropped document."""
 
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -24,7 +24,7 @@ class Dropped:
 
 @dataclass(kw_only=True)
 class StepCounts:
-    """What came out of a step of the preparation, and what did not."""
+    """The documents that a step of the preparation kept and dropped."""
 
     documents: int = 0
     bytes: int = 0
@@ -72,6 +72,6 @@ def excerpt(text: str) -> str:
 
 
 def length_histogram(num_tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """(NUM_LENGTHS,) how many of (n,) lengths have 1, 2 to 3, 4 to 7, … tokens; 0 counts as 1."""
+    """(NUM_LENGTHS,) numbers of the (n,) lengths with 1, 2 to 3, 4 to 7, … tokens; 0 counts as 1."""
     columns = np.frexp(np.maximum(num_tokens, 1))[1] - 1
     return np.bincount(np.minimum(columns, NUM_LENGTHS - 1), minlength=NUM_LENGTHS)

@@ -1,16 +1,16 @@
-"""Which documents are dropped as duplicates of an earlier one, over all units: first exact, then near duplicates.
+"""Documents to drop as duplicates of an earlier one, over all units: first exact, then near duplicates.
 
-    duplicates/exact-keys.json            the key files of all units, and how many ranges of keys there are
+    duplicates/exact-keys.json            the key files of all units, and the number of ranges of keys
     duplicates/exact-keys-1/NNNNNN        key files merged, FAN_IN into one; -2 those of -1, while there are more
-    duplicates/exact-pairs-0/NNNNNN.npy   what the keys of one range show, or of some neighbouring ones
+    duplicates/exact-pairs-0/NNNNNN.npy   the pairs of one range of keys, or of some neighbouring ones
     duplicates/exact-pairs-1/NNNNNN.npy   the pairs of some ranges, united; -2 those of -1, and so on
     duplicates/exact.npy                  (2, n): the documents to drop, ascending, and the kept one for each
     store/document_keys/exact/NNNNNN      the keys of one range, each once, for ``data add`` (``keep_keys``)
-    keys/exact/NNNNNN.json                how many these are, and their hash
+    keys/exact/NNNNNN.json                the number of these keys, and their hash
 
-and near… likewise. Which documents share a key cannot be said unit by unit. So a task is not a unit but ranges of
-keys over all key files; they know nothing of each other (``dedup/README.md``). Every task reads at most ``FAN_IN``
-files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, and no faster.
+and the same for near duplicates. Documents that share a key may be in different units. A task is therefore not a unit
+but some ranges of keys over all key files, independent of the others (``dedup/README.md``). Every task reads at most
+``FAN_IN`` files, and each step has a fixed share of the tasks of the one before: work grows with the corpus, no faster.
 """
 
 import itertools
@@ -84,7 +84,7 @@ class DedupTask:
     """Of the inputs, in bytes; of files of pairs nothing."""
     target: str
     num_bytes: int
-    """For progress: about how much is read, or the number of inputs."""
+    """Size for progress: approximate bytes to read, or the number of inputs."""
     range_index: int = 0
     """The first of"""
     count: int = 0
@@ -130,12 +130,12 @@ def list_key_files(work: WorkDirectory, kind: Kind, base: BaseStore | None = Non
 
 
 def num_ranges(num_bytes: int) -> int:
-    """In how many ranges keys of so many bytes are looked at."""
+    """Number of ranges that keys of so many bytes are divided into."""
     return -(-num_bytes // _RANGE_BYTES)
 
 
 def steps(files: KeyFiles, kind: Kind) -> Iterator[DedupStep]:
-    """What is to be done, in order; the same for every process."""
+    """The tasks, in order; the same for every process."""
     names, num_bytes = files.names, files.num_bytes
     level = 0
     while len(names) > FAN_IN:
@@ -206,7 +206,7 @@ def merge_keys(context: Context, item: DedupTask, advance: Advance) -> None:
 
 
 def find_in_ranges(context: Context, item: DedupTask, advance: Advance) -> None:
-    """The task of some neighbouring ranges of keys: what they show, and the keys themselves for the store."""
+    """The task of some neighbouring ranges of keys: their pairs of duplicates, and the keys for the store."""
     root = context.work.path
     if not (root / item.target).exists():
         bounds = range_bounds(item.range_index, item.count, item.num_ranges)
@@ -262,7 +262,7 @@ def known_files(base: BaseStore) -> list[KnownFile]:
 
 
 def write_known(context: Context) -> None:
-    """Say in the store which keys it keeps; by one process, when all ranges are done."""
+    """Record in the store which keys it keeps; called by one process, after all ranges."""
     duplicates = context.corpus.duplicates
     if not duplicates.keep_keys:
         return

@@ -1,4 +1,4 @@
-"""``report.html``: what became of a corpus, as one page."""
+"""``report.html``: the counts of a preparation as one page."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Classes of documents: out of a field of jsonl objects or a column of parquet files, into numbers from 0 on.
 
-A class is a string or a whole number there; its name is its text. The classes of a corpus are those that it lists, in
-that order, or those found in the documents that are kept: sorted, by value where all are whole numbers. So their
-numbers depend on the documents alone. ``report.json`` and the store have the names.
+A class is a string or a whole number there; its name is its text. A corpus lists its classes in order. Without a list,
+its classes are those of the kept documents, sorted (by value if all are whole numbers), so that their numbers depend on
+the documents alone. ``report.json`` and the store have the names.
 """
 
 import json
@@ -13,7 +13,7 @@ from lightscale.data_pipeline.preparation.readers.inputs import Missing
 from lightscale.errors import UserError, shortened
 
 MOST_CLASSES = 2**16
-"""More are no classes, but the documents' own ids or the like."""
+"""More values are no classes, but ids of documents or similar."""
 MOST_CHARACTERS = 256
 """Of the name of a class."""
 
@@ -21,7 +21,7 @@ MOST_CHARACTERS = 256
 def class_of(value: Any, document_id: str, *, field: str, classes: Collection[str] | None) -> str:
     """The name of the class that ``value`` of a document's ``field`` is.
 
-    ``classes``: those there are; None: any. ``UserError`` for what is no class, or none of these.
+    ``classes``: the allowed ones; None: any. Raises ``UserError`` for any other value.
     """
     where = f'{document_id}: label_field = "{field}"'
     if isinstance(value, Missing):

@@ -1,4 +1,4 @@
-"""Normalise: any bytes or string to a text that every later step can take, with a count of what was changed.
+"""Normalise: any bytes or string to a text that every later step accepts, with counts of changes.
 
 The text that comes out is valid Unicode in UTF-8, its lines end with LF, and its only control characters are tab,
 line feed and form feed (old sources separate pages by it). Nothing else is touched: spaces, indentation, full-width
@@ -28,7 +28,7 @@ COUNTED = {
     CONTROL: "U+0001 to U+001F without tab, LF, form feed and CR, and U+007F to U+009F without U+0085",
     ENORMOUS_LINE: "lines of more than 100,000 characters; kept whole; filters apply their own limits",
 }
-"""What ``Normalised.counts`` counts, and how."""
+"""The changes that ``Normalised.counts`` counts, with their descriptions."""
 
 ENORMOUS_LINE_CHARACTERS = 100_000
 _REPLACEMENT = "\ufffd"
@@ -40,11 +40,11 @@ _C1 = re.compile(rb"\xc2[\x80-\x9f]")
 
 @dataclass(frozen=True, slots=True)
 class Normalised:
-    """A normalised text and what was done to it."""
+    """A normalised text and its changes."""
 
     text: str
     counts: dict[str, int] = field(default_factory=dict)
-    """How often each thing in ``COUNTED`` was met; what was not met is not there."""
+    """Number of each change in ``COUNTED``; changes that did not occur have no entry."""
 
 
 def normalise(data: bytes | str) -> Normalised:

@@ -1,10 +1,9 @@
-"""The plan: the corpus cut into units of work by its files alone, whatever the number of workers.
+"""The plan: the corpus cut into units of work by its files alone, for any number of workers.
 
-A unit of work is some whole files, or ranges of large ones, of one source: what one task reads, filters and tokenizes.
-Its number and a document's number in it are the document's id (``unit << 32 | number``), and ids are in the order of
-the corpus: so "the earlier of two duplicates" is a comparison of two integers, whatever the order of
-reading.
-``plan.jsonl`` has a unit a line, so that a task reads the line of its own unit only.
+A unit of work is some whole files, or ranges of large ones, of one source. One task reads, filters and tokenizes it.
+Its number and a document's number in it are the document's id (``unit << 32 | number``). Ids are in the order of the
+corpus, so that two integers show the earlier of two duplicates in any order of reading. ``plan.jsonl`` has one unit per
+line; a task reads only its line.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ UNIT_SHIFT = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSummary:
-    """What every process knows of a unit; its list of files stays in the plan's file."""
+    """The part of a unit that every process holds; its list of files stays in the file of the plan."""
 
     number: int
     source: str
@@ -49,7 +48,7 @@ class PreparationPlan:
     path: Path
     units: list[UnitSummary]
     problems: dict[str, dict[str, Any]]
-    """By source: what was wrong with its files when they were listed, as ``Problems.as_part`` gives it."""
+    """By source: faults of its files when they were listed, as ``Problems.as_part`` returns them."""
     num_files: int
     num_known_files: int
     """Files of the corpus that are skipped, because the store that is added to has them."""
@@ -83,9 +82,9 @@ Known = Collection[tuple[str, int]]
 def write_plan(path: Path, corpus: Corpus, *, unit_bytes: int | None, strict: bool, known: Known | None = None) -> str:
     """Plan ``corpus`` into the file ``path`` and return the plan's sha256.
 
-    ``unit_bytes``: size of a unit; none: a 1024th of the corpus within 1 to 64 MiB. ``known``: what is added to a store
-    that has these files, which are skipped. Raises ``UserError`` for paths that do not exist and, if ``strict``, for
-    files that cannot be read.
+    ``unit_bytes``: size of a unit; none: a 1024th of the corpus within 1 to 64 MiB. ``known``: files that the store
+    already has; they are skipped. Raises ``UserError`` for paths that do not exist and, if ``strict``, for unreadable
+    files.
     """
     # Listed twice where the size of a unit follows from the total: a list of all files would grow with the corpus.
     if unit_bytes is None:

@@ -4,10 +4,10 @@
     deduplicate                                      some key files, or a range of keys, at a time deduplication.py
     write                                            a shard file at a time                       assemble.py
 
-A unit of work is a part of the corpus that one task processes (``plan.py``). Nothing depends on time, machine, the
-number of workers or interruptions: the same corpus and versions give the same store, byte for byte. What is finished is
-kept in STORE.work; the same command continues from there. The README of
-``data_pipeline`` says what takes memory as the corpus grows.
+A unit of work is a part of the corpus that one task processes (``plan.py``). The result does not depend on time,
+machine, number of workers or interruptions: the same corpus and versions give the same store, byte for byte. Finished
+work is kept in STORE.work, and the same command continues from it. The README of ``data_pipeline`` lists the uses of
+memory that grow with the corpus.
 """
 
 import functools
@@ -72,11 +72,11 @@ class PrepareOptions:
     """How a store is made: none of these changes a byte of it, but ``unit_bytes`` the number of units in the report."""
 
     make_executor: ExecutorFactory = InProcess
-    """Makes what runs the tasks."""
+    """Makes the executor of the tasks."""
     strict: bool = False
     """Stop at the first text that cannot be read whole."""
     restart: bool = False
-    """Discard what an earlier, interrupted preparation finished."""
+    """Discard the results of an earlier, interrupted preparation."""
     keep_removed: Path | None = None
     """A new directory for the documents that filters drop, SOURCE.jsonl.zst, with rule and score; none: not kept."""
     unit_bytes: int | None = None
@@ -88,10 +88,10 @@ class PrepareOptions:
 def prepare(
     corpus: Corpus, out: Path, options: PrepareOptions | None = None, progress: Progress = _silent
 ) -> dict[str, Any]:
-    """Write the store ``out`` and return its report. Goes on with what an interrupted call has left in OUT.work.
+    """Write the store ``out`` and return its report. Continues from the results of an interrupted call in OUT.work.
 
-    Raises ``UserError`` for mistakes in the corpus, a corpus with nothing to train on, a path that exists, another
-    corpus in OUT.work and a full disk. There is no ``out`` then; where any unit is finished, OUT.work stays.
+    Raises ``UserError`` for mistakes in the corpus, a corpus without training data, an existing ``out``, another corpus
+    in OUT.work, and a full disk. There is no ``out`` then; OUT.work stays if any unit is finished.
     """
     options = options or PrepareOptions()
     work = WorkDirectory.beside(out)
@@ -229,7 +229,7 @@ def _versions() -> dict[str, Any]:
 
 
 def given_tokenizer(corpus: Corpus) -> Tokenizer | None:
-    """The tokenizer that the corpus names; None: one is to be trained."""
+    """The tokenizer that the corpus names; None: the preparation trains one."""
     choice = corpus.tokenizer
     if choice == TRAINED_TOKENIZER:
         return None

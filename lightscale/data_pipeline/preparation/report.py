@@ -1,4 +1,4 @@
-"""What a preparation counted: ``report.json`` for programs. ``html_report.py`` makes ``report.html`` of it.
+"""The counts of a preparation: ``report.json`` for programs. ``html_report.py`` makes ``report.html`` of it.
 
 Nothing in it depends on time, machine, workers or interruptions.
 """
@@ -54,7 +54,7 @@ def _known(context: Context) -> dict[str, int]:
 
 
 def unigram_entropy(counts: NDArray[np.int64], under: NDArray[np.int64] | None = None) -> float:
-    """Cross entropy in nats per token of a model that knows only how often each token is.
+    """Cross entropy in nats per token of a model of the token frequencies alone.
 
     ``counts``: (vocab_size,) occurrences in the text to be coded. ``under``: those in the text that the
     frequencies were learned from, one added to each so that none is impossible; none: ``counts`` themselves,
@@ -82,7 +82,7 @@ class DropSummary:
             self.drop(step)
 
     def drop(self, step: dict[str, Any]) -> None:
-        """Add what a step dropped."""
+        """Add the documents that a step dropped."""
         for reason, dropped in step["dropped"].items():
             self._dropped[reason] += dropped["documents"]
 

@@ -50,13 +50,12 @@ class FileLister:
     """
 
     def __init__(self, problems: Problems, *, after: "FileLister | None" = None) -> None:
-        """``after``: what it listed is not listed again."""
+        """``after``: an earlier listing, whose files are left out."""
         self._problems = problems
         self._seen: set[int] = after._seen if after else set()
 
     def files(self, entries: Sequence[str], *, suffixes: Sequence[str] = DEFAULT_SUFFIXES) -> Iterator[SourceFile]:
-        """The files of ``entries`` in order: the entries as given, what a pattern matches and what a directory holds
-        by name.
+        """The files of ``entries``: entries in their order, files of a pattern or a directory by name.
 
         A path of a file is taken whatever its suffix. In directories only files with one of ``suffixes``, in capitals
         or not, count; the others are counted as problems, but for hidden entries (``.git``) and ``__pycache__``. Links

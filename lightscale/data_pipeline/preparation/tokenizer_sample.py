@@ -28,7 +28,7 @@ class TextSample:
             self._add_excerpt(f"{document_id}#{start}", text[start : start + _EXCERPT_CHARACTERS])
 
     def merge(self, found: dict[str, Any]) -> None:
-        """Consider what ``as_json`` gave for another sample."""
+        """Merge another sample, in the form of ``as_json``."""
         self._ceiling = min(self._ceiling, found["ceiling"])
         for name, text in found["excerpts"]:
             self._add_excerpt(name, text)

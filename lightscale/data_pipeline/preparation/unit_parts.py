@@ -4,8 +4,8 @@ parts/NNNNNN/unit-MMMMMM/     part MMMMMM of unit NNNNNN, with the files of a un
 parts/NNNNNN/sample-MMMMMM/   the same of its texts to train a tokenizer on
 …/end.json                    where the next part begins (``readers/file_parts.py``); null in the last
 
-The parts of a file are the same whoever reads them, interrupted or not. A process that goes on keeps the file open from
-part to part; another begins with what the one before has left on disk.
+The parts of a file are the same for every reader, interrupted or not. A process keeps the file open from part to part;
+another process begins with the results of the part before on disk.
 """
 
 import itertools
@@ -29,11 +29,11 @@ _JOINED = ("tokens", "documents", "names", "ids", REMOVED)
 _KEYS = ("exact", "near")
 
 WritePart = Callable[[Path, FilePart, Sequence[Path]], None]
-"""(new directory, what to read, the parts before): writes a part."""
+"""(new directory, part of the file to read, the parts before): writes a part."""
 
 
 def write_parts(directory: Path, kind: str, write: WritePart, advance: Advance) -> list[Path]:
-    """The directories of all parts, in order; those that are not there are written."""
+    """The directories of all parts, in order; missing ones are written."""
     parts: list[Path] = []
     part = FilePart(FIRST, PART_BYTES)
     while True:

@@ -1,13 +1,13 @@
 """The work on a unit: read ▸ normalise ▸ filter ▸ tokenize ▸ keys of duplicates, document after document, into files.
 
 units/NNNNNN/tokens        uint32: the tokens of its documents, one after the other, without end of text
-units/NNNNNN/documents     a record a document: tokens, bytes, split, where it came from
-units/NNNNNN/names         the documents' ids, a line each
-units/NNNNNN/ids           the ids that they brought themselves, one after the other
-units/NNNNNN/labels        uint32: the class of each, where they have one, as its place in classes.json
-units/NNNNNN/removed       what filters dropped, where that is asked for: ``removed.py``
+units/NNNNNN/documents     one record per document: tokens, bytes, split, origin
+units/NNNNNN/names         the documents' ids, one per line
+units/NNNNNN/ids           the documents' own ids from their files, one after the other
+units/NNNNNN/labels        uint32: the class of each, if they have classes, as its place in classes.json
+units/NNNNNN/removed       documents that filters dropped, if requested: ``removed.py``
 units/NNNNNN/exact-NNNN    keys of texts, near-NNNN keys of bands, for ``deduplication.py``
-units/NNNNNN/counts.json    counts, and what was dropped
+units/NNNNNN/counts.json   counts, and the dropped documents
 """
 
 import contextlib
@@ -77,7 +77,7 @@ _SAMPLE = "sample.json"
 
 
 class Context:
-    """What every task needs; each process makes its own from the work directory."""
+    """The objects that every task needs; each process makes its own from the work directory."""
 
     def __init__(self, work: WorkDirectory, *, strict: bool) -> None:
         self.work = work
@@ -101,7 +101,7 @@ class Context:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one that the store gets."""
+        """The tokenizer of the store."""
         description = self.work.path / TOKENIZER_DIR / DESCRIPTION_FILE
         return _load_once(self.work.path, description.stat().st_mtime_ns)
 
@@ -112,12 +112,12 @@ class Context:
 
     @cached_property
     def classes(self) -> dict[str, int] | None:
-        """The numbers of those that the corpus lists, by name; None: any name is one."""
+        """The numbers of the classes that the corpus lists, by name; None: any name is a class."""
         listed = self.corpus.classes
         return None if listed is None else {name: number for number, name in enumerate(listed)}
 
     def filter_of(self, source: str) -> Chain | None:
-        """What a source's documents go through; None where every one is kept."""
+        """The filter of a source; None: every document is kept."""
         if source not in self._filters:
             self._filters[source] = self.corpus.filter_of(source)
         return self._filters[source]
@@ -131,12 +131,12 @@ def _load_once(path: Path, changed_ns: int) -> Tokenizer:
 
 @dataclass(kw_only=True)
 class Changes:
-    """What a step changed in texts that it let through."""
+    """The changes of a step in the texts that it kept."""
 
     documents: Counter[str] = field(default_factory=Counter)
-    """By what was changed: in how many, and"""
+    """Number of changed documents, by kind of change."""
     times: Counter[str] = field(default_factory=Counter)
-    """how often."""
+    """Number of changes, by kind."""
 
     def add(self, changes: Mapping[str, int]) -> None:
         """Count those of one document."""
@@ -151,7 +151,7 @@ class Changes:
         }
 
     def merge(self, content: dict[str, dict[str, int]]) -> None:
-        """Add what ``as_json`` gave for another part."""
+        """Add another part, in the form of ``as_json``."""
         for change, counts in content.items():
             self.documents[change] += counts["documents"]
             self.times[change] += counts["times"]
@@ -174,7 +174,7 @@ class UnitCounts:
         }
 
     def merge(self, content: dict[str, Any]) -> None:
-        """Add what ``as_json`` gave for a later unit."""
+        """Add a later unit, in the form of ``as_json``."""
         for name, step in content["stages"].items():
             self.steps[name].merge(StepCounts.from_json(step))
         for name, changes in content["changes"].items():
@@ -207,7 +207,7 @@ def split_of(document_id: str, validation: float) -> Split:
 
 
 def prepare_unit(context: Context, unit: UnitSummary, advance: Advance) -> None:
-    """The task of a unit. What is finished is not done again."""
+    """The task of a unit. Finished parts are not repeated."""
     target = context.work.entry("units", unit.number)
     if target.exists():
         advance(unit.num_bytes)
@@ -296,7 +296,7 @@ def clean_documents(
 ) -> Iterator[CleanDocument]:
     """The documents of a unit, in order, that are left after reading, normalising and filtering.
 
-    Those that filters drop are written to ``removed``. ``part``: of the unit's only file, the part to read.
+    Documents that filters drop are written to ``removed``. ``part``: the part to read of the unit's only file.
     """
     # A generator, document after document: memory does not grow with the unit, and one pass does all four steps.
     rules = context.filter_of(unit.source)
@@ -384,7 +384,7 @@ class UnitWriter:
             self._write_batch()
 
     def finish(self) -> None:
-        """Write what is still in memory."""
+        """Write the data that is still in memory."""
         self._write_batch()
         self._write_keys()
         (self._directory / "classes.json").write_text(json.dumps(list(self._classes)), encoding="utf-8")

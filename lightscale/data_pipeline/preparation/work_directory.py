@@ -1,19 +1,19 @@
-"""The work directory of a preparation, STORE.work: what is finished in it stays finished, whatever happens.
+"""The work directory of a preparation, STORE.work: finished work stays finished after any interruption.
 
-    state.json          what is being made: corpus, versions, files; a restart compares it
-    plan.jsonl          the units of work, one a line
+    state.json          description of the store: corpus, versions, files; a restart compares it
+    plan.jsonl          the units of work, one per line
     tokenizer/          the tokenizer, complete
     samples/NNNNNN.json texts that train it
     parts/NNNNNN/       of a unit that is one large compressed file: its finished parts (``unit_parts.py``)
-    units/NNNNNN/       what became of the documents of a unit (``units.py``)
-    duplicates/         which documents are dropped (``deduplication.py``)
-    kept/NNNNNN.json    what is kept of a unit
+    units/NNNNNN/       the results for the documents of a unit (``units.py``)
+    duplicates/         the duplicates to drop (``deduplication.py``)
+    kept/NNNNNN.json    the kept documents of a unit
     keys/               hashes of the finished files of keys
     shards/             hashes and counts of the finished shards
     store/              the store, until it gets its name
 
-Everything is written under a temporary name and renamed when it is whole, so that a name in the directory means
-finished work: there is no other record of it.
+Every file is written under a temporary name and renamed when it is complete. A name in the directory means finished
+work; there is no other record of it.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class WorkDirectory:
             os.close(descriptor)  # releases the lock; so does the end of the process, however it ends
 
     def clean(self, below: Path | None = None) -> None:
-        """Remove what interrupted processes left half-written, in all of it or ``below`` a part."""
+        """Remove incomplete files of interrupted processes, in the whole directory or ``below`` a part."""
         # Workers of a killed preparation may still be removing their own files: what vanishes meanwhile is no error.
         for directory, names, files in os.walk(below or self.path):
             for name in [name for name in names if name.endswith(TEMPORARY_SUFFIX)]:
@@ -94,7 +94,7 @@ class WorkDirectory:
                     Path(directory, name).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove it, but for what is not ours."""
+        """Remove the directory, except for foreign files."""
         self.empty()
         (self.path / _LOCK_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ class WorkDirectory:
             raise UserError(f"{self.path}: reserved for work in progress, but it contains {others[0]}; move that file")
 
     def read_state(self) -> dict[str, Any] | None:
-        """What is being made here; None where nothing is yet."""
+        """The description of the store in preparation; None in a new directory."""
         try:
             content: dict[str, Any] = json.loads((self.path / _STATE_FILE).read_bytes())
         except FileNotFoundError:
@@ -127,7 +127,7 @@ class WorkDirectory:
         return content
 
     def write_state(self, state: dict[str, Any]) -> None:
-        """Say what is being made here."""
+        """Record the description of the store in preparation."""
         write_json(self.path / _STATE_FILE, state)
 
     def entry(self, kind: str, number: int, suffix: str = "") -> Path:
@@ -142,7 +142,7 @@ class WorkDirectory:
 
 @contextmanager
 def explain_full_disk(work: WorkDirectory) -> Iterator[None]:
-    """A full disk in the block becomes a ``UserError`` that says how to continue."""
+    """A full disk in the block becomes a ``UserError`` that names the way to continue."""
     try:
         yield
     except OSError as error:

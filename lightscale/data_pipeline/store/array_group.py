@@ -64,7 +64,7 @@ class ArrayGroup:
         return files
 
     def hashes_of_shard(self, name: str, number: int) -> ShardHashes:
-        """What is noted of shard ``number`` of the array ``name``."""
+        """The record of shard ``number`` of the array ``name``."""
         digests = self._strings(self._of_blocks(name).get("digests"), f"block_hashes of {name}")
         return ShardHashes(
             shard=self.arrays[name][number], blocks=self.block_files(name)[number], digests=digests[number]

@@ -1,12 +1,12 @@
-"""Hashes of blocks: what is read of an array is compared with what was prepared, 16 KiB at a time.
+"""Hashes of blocks: readers verify the values of an array, 16 KiB at a time.
 
     ARRAY/c/N               a shard; block b of it is its values b · block_length …, the last one shorter
     hashes/ARRAY/c/N        uint64: the XXH3-64 of every block of that shard
     block_digests[ARRAY]    in the attributes of the group: of every shard the XXH3-64 of each 512 of its hashes
 
-A reader keeps the digests in memory (2 bytes for 1 MiB of values), and reads hashes, 512 at a time, when it comes to
-blocks that it has not compared yet. So the hashes that it compares with are those of when it opened the store, and
-a window of 8,192 tokens at any place costs at most 48 KiB of tokens and 8 KiB of hashes: 1.71 times its own bytes.
+A reader keeps the digests in memory (2 bytes per 1 MiB of values). It reads hashes, 512 at a time, for blocks that it
+has not verified yet. The digests therefore fix the hashes at the opening of the store. A window of 8,192 tokens costs
+at most 48 KiB of tokens and 8 KiB of hashes: 1.71 times its own bytes.
 """
 
 import functools
@@ -84,7 +84,7 @@ class BlockHashes:
     """Reads the block hashes of an array, which are compared with its digests."""
 
     def __init__(self, path_of: Callable[[int], Path], digests: Sequence[str]) -> None:
-        """``path_of``: the file with the hashes of a shard; ``digests``: by shard, what ``digests_of`` gave."""
+        """``path_of``: the file with the hashes of a shard; ``digests``: by shard, the result of ``digests_of``."""
         self._path_of = path_of
         self._digests = digests
         # The cache belongs to the object: one on the method would keep every array alive.
@@ -92,9 +92,9 @@ class BlockHashes:
         self._group: Callable[[int, int, int], bytes] = cache(self._read_group)
 
     def of(self, shard: int, first: int, stop: int, num_blocks: int) -> bytes:
-        """Of the blocks ``first`` … ``stop`` - 1 of a shard that has ``num_blocks`` what ``hash_blocks`` gave.
+        """Hashes (``hash_blocks``) of the blocks ``first`` … ``stop`` - 1 of a shard with ``num_blocks``.
 
-        ``UserError`` names the file where they are not those that were written.
+        Raises ``UserError`` that names the file if they differ from the written ones.
         """
         group, last = first // GROUP_BLOCKS, (stop - 1) // GROUP_BLOCKS
         hashes = self._group(shard, group, num_blocks)

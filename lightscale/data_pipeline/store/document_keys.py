@@ -1,11 +1,11 @@
-"""The keys of a store's documents: what tells whether a document of other files is a duplicate of one that was seen.
+"""The keys of a store's documents: they detect duplicates of its documents in other files.
 
     STORE/document_keys/keys.json       by kind: the number of records and the XXH3-128 of every file
     STORE/document_keys/KIND/NNNNNN     the keys of an equal range of all possible ones each, ascending, each once
 
-Exact: 16 bytes for every text that differs; near: 8 bytes for every band that differs, 14 of a document. Those of
-documents that were dropped as duplicates are there too: what is like a copy that was dropped is dropped from
-nothing as well. Which document has a key is not kept, because of duplicates the earlier one stays.
+Exact: 16 bytes for every distinct text; near: 8 bytes for every distinct band, 14 per document. Keys of dropped
+duplicates are included: a new document that resembles a dropped copy is a duplicate too. The document of a key is not
+stored, because the earlier document always stays.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ _INDEX = "keys.json"
 
 @dataclass(frozen=True, kw_only=True)
 class KeysFile:
-    """What is noted of a file of keys."""
+    """The record of a file of keys."""
 
     num_keys: int
     xxh3: str
@@ -50,7 +50,7 @@ def write_keys(path: Path, parts: Iterable[NDArray[np.void]]) -> KeysFile:
 
 
 def write_index(store: Path, kinds: Mapping[str, Sequence[KeysFile]]) -> None:
-    """Say which files of keys there are, by kind; the files are there."""
+    """Record the files of keys, by kind; the files exist already."""
     (store / KEYS_DIR).mkdir(exist_ok=True)
     content = {kind: [asdict(file) for file in files] for kind, files in kinds.items()}
     write_json(store / KEYS_DIR / _INDEX, content)
@@ -94,7 +94,7 @@ class DocumentKeys:
         return sum(file.num_keys for file in self.files.get(kind, []))
 
     def fault(self, kind: str, number: int) -> str | None:
-        """What is wrong with the content of a file; None: nothing."""
+        """The fault of the content of a file; None: no fault."""
         path, written = self.path(kind, number), self.files[kind][number].xxh3
         try:
             found = xxhash.xxh3_128_hexdigest(path.read_bytes())

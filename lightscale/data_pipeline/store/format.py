@@ -1,4 +1,4 @@
-"""What a token store is on disk: a zarr v3 group with one group per source, written once, whole or not at all.
+"""A token store on disk: a zarr v3 group with one group per source, written once, whole or not at all.
 
     STORE/zarr.json                      format, tokenizer, sources and their weights, names of classes; written last
     STORE/SOURCE/zarr.json               split, counts, hashes
@@ -6,22 +6,22 @@
     STORE/SOURCE/doc_ends/               uint64, (documents,): where each document ends in tokens, ascending
     STORE/SOURCE/hashes/ARRAY/           uint64: hashes of the blocks of each array (``blocks.py``)
     STORE/tokenizer/                     the tokenizer, complete
-    STORE/report.json, report.html       what the preparation counted, for programs and for browsers
+    STORE/report.json, report.html       the counts of the preparation, for programs and for browsers
 
-and where there is something to say:
+and, if the store has them:
 
     STORE/SOURCE/loss_mask/              uint8, (tokens,): 1 where the token counts as a label
-    STORE/SOURCE/documents.NAME/         (documents,) or (documents, width): what a task knows of each document
+    STORE/SOURCE/documents.NAME/         (documents,) or (documents, width): values of a task for each document
     STORE/SOURCE/origins/                uint32, (documents, 4): where each document came from (``origins.py``)
     STORE/SOURCE/ids/, id_ends/          uint8, uint64: the ids or URLs that documents had, one after another
     STORE/input_files/                   the names and sizes of the files that the documents came from
-    STORE/document_keys/                 what finds duplicates of its documents in other files (``document_keys.py``)
+    STORE/document_keys/                 keys to find duplicates of its documents in other files (``document_keys.py``)
 
-Hashes are XXH3-128: one for every shard file, and one of a source: the hash of its shards' hashes (binary, those of
-tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can make it without reading
-anything twice. Hashes of blocks and origins are no part of it: the same tokens are the same data, in any format.
+Hashes are XXH3-128: one for every shard file, and one for a source. The latter is the hash of its shards' hashes
+(binary, those of tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can compute it
+without a second read. Hashes of blocks and origins are no part of it: the same tokens are the same data in any format.
 
-Format 1 had neither hashes of blocks nor anything of the second list; it is read, and ``upgrade.py`` makes it format 2.
+Format 1 had neither hashes of blocks nor the second list. It can be read, and ``upgrade.py`` makes it format 2.
 """
 
 import json
@@ -90,7 +90,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceCounts:
-    """How much a source holds; its end-of-text tokens count as tokens."""
+    """Documents, tokens and bytes of a source; its end-of-text tokens count as tokens."""
 
     documents: int
     tokens: int
@@ -99,7 +99,7 @@ class SourceCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRoot:
-    """What the ``zarr.json`` of a store says."""
+    """The content of the ``zarr.json`` of a store."""
 
     format_version: int
     tokenizer: TokenizerIdentity
@@ -183,7 +183,7 @@ def write_source_attributes(
 
 
 def hash_attributes(hashes: Mapping[str, Sequence[ShardHashes]]) -> dict[str, Any]:
-    """What the attributes of a group say of the hashes of its arrays."""
+    """The attributes of a group about the hashes of its arrays."""
     return {
         "shard_hashes": {name: [one.shard for one in shards] for name, shards in hashes.items()},
         "block_bytes": BLOCK_BYTES,
@@ -223,9 +223,9 @@ def write_root(
 ) -> None:
     """Tokenizer, report and last the ``zarr.json`` of a store whose ``sources`` are there.
 
-    ``weights``: default share of every source in the training samples; none: by their tokens. ``classes``: names of
-    what arrays of documents hold the numbers of, by array. ``format_version`` 1: of a store without hashes of blocks,
-    for measurements.
+    ``weights``: default share of every source in the training samples; none: by their tokens. ``classes``: names of the
+    classes whose numbers an array of documents holds, by array. ``format_version`` 1: of a store without hashes of
+    blocks, for measurements.
     """
     (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
     tokenizer.save(directory / TOKENIZER_DIR)
@@ -254,9 +254,9 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 def read_root(path: Path) -> StoreRoot:
-    """What the store at ``path`` says of itself.
+    """The description of the store at ``path``.
 
-    ``UserError`` where there is no store, one of another version, or one that says what cannot be.
+    Raises ``UserError`` if there is no store, or one of another version or with invalid contents.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no token store; `lightscale data prepare` writes one")

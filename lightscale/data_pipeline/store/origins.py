@@ -6,8 +6,8 @@
     STORE/input_files/name_ends/  uint64: where each ends
     STORE/input_files/sizes/    uint64: the bytes of each, as it lay there
 
-16 bytes a document, and a file's name once. Bytes are counted in what the file unpacks to. A document that is a row of
-a parquet file has no bytes there: 0 of them, and its first is the number of the row.
+16 bytes per document, and each file name once. Bytes are counted in the unpacked file. A document that is a row of a
+parquet file has 0 bytes, and its first byte is the number of the row.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,7 @@
 """Several token stores read as one: `[data] stores`.
 
-A source of the store NAME is called NAME/SOURCE, which no source of one store can be called. All else that reads a
-store reads them alike: order, resuming, checks and the names of documents do not know how many directories there are.
+A source of the store NAME has the name NAME/SOURCE, which no source of a single store can have. All other readers work
+as with one store: order, resuming, checks and names of documents do not depend on the number of directories.
 """
 
 import math
@@ -44,7 +44,7 @@ class SeveralStores(TokenStore):
         _check_different(stores)
 
     def report(self) -> dict[str, Any]:
-        """``UserError``: what preparations counted, entropies among it, does not add up."""
+        """Raises ``UserError``: counts of several preparations, such as entropies, do not add up."""
         raise UserError(f"{self.title}: each store has its own report; use one store")
 
     def _check_alike(self, name: str, store: TokenStore, first_name: str) -> None:
@@ -65,7 +65,7 @@ class SeveralStores(TokenStore):
 
 
 def open_stores(data: DataConfig) -> TokenStore:
-    """What a run is trained on: its store, or its stores as one."""
+    """The training data of a run: its store, or its stores as one."""
     if data.store is not None:
         return TokenStore(data.store)
     weights = {name: store.weight for name, store in data.stores.items() if store.weight is not None}

@@ -1,4 +1,4 @@
-"""Reads arrays in shards: values by index, and each block of them compared with what was prepared.
+"""Reads arrays in shards: values by index, each block verified against its hash.
 
 Where the hashes of the blocks are given (``blocks.py``), a block is compared with its hash when this process first
 reads it, and again when its file has changed since.
@@ -49,11 +49,11 @@ class _ShardFile:
 class ShardedArray:
     """Reads an array written by ``ShardWriter``, several threads at a time if need be.
 
-    Ranges are read by pread: unlike with a memory map, what was read does not stay in the process's memory.
-    At most 64 shard files are open at once.
+    Ranges are read by pread: unlike with a memory map, values do not stay in the process's memory. At most 64 shard
+    files are open at once.
 
-    With block hashes every block is compared when it is first read, and a byte a block keeps that. After reads, at most
-    every millisecond, the time of the file's last change is looked at: what somebody wrote since is compared again.
+    With block hashes every block is verified at its first read; one byte per block records this. After reads, at most
+    every millisecond, the reader checks the time of the file's last change. It verifies a changed file again.
     """
 
     def __init__(self, directory: Path, *, hashes: BlockHashes | None = None) -> None:
@@ -62,7 +62,7 @@ class ShardedArray:
         At a thousand ranks and ten thousand shards all would be opened ten million times, most of them for nothing: a
         shard's size and index are checked when it is first opened.
 
-        ``hashes``: those of its blocks; none: what is read is not checked. ``UserError`` names the damaged file.
+        ``hashes``: those of its blocks; none: values are not verified. ``UserError`` names the damaged file.
         """
         self.directory = directory
         self.length, self.layout = read_metadata(directory / "zarr.json")
@@ -73,7 +73,7 @@ class ShardedArray:
         # The cache belongs to the object: one on the method would keep every array alive.
         self._open: Callable[[int], _ShardFile] = functools.lru_cache(maxsize=_MAX_OPEN_SHARDS)(self._open_shard)
         self._last_values: dict[int, int] = {}
-        """By shard; those that were looked for."""
+        """Last value by shard, filled on demand."""
         self._known: set[int] = set()
         """The shards that were found whole when they were first opened."""
         self._require_shards()
@@ -86,7 +86,7 @@ class ShardedArray:
     def check_sizes(self) -> None:
         """``UserError`` for a shard that is not of the size that its values need; none is opened.
 
-        For one process that starts many others: they look at what they read.
+        For one process that starts many others, which verify the blocks that they read.
         """
         for shard in range(self.num_shards):
             try:
@@ -118,7 +118,7 @@ class ShardedArray:
             done += size
 
     def searchsorted(self, value: int) -> int:
-        """For an ascending array: how many values are ≤ ``value``; touches about log2(length) of them."""
+        """Number of values ≤ ``value`` of an ascending array; reads about log2(length) of them."""
         if value < 0:
             return 0
         # The last values say which shard; only that one is mapped, and its pages are few in a bisection.
@@ -135,7 +135,7 @@ class ShardedArray:
         return values if first else np.concatenate([np.zeros(1, dtype=self._dtype), values])
 
     def between_each(self, lows: NDArray[np.int64], highs: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """``between`` of each pair of (k,) ``lows`` and ``highs``, one after another, and (k,) how many each gave."""
+        """``between`` of each pair of (k,) ``lows`` and ``highs``, one after another, and (k,) their numbers."""
         shard = self._shard_of(int(lows.min()))
         if shard == self._shard_of(int(highs.max())) < self.num_shards:
             values, (firsts, ends) = self._bisect(shard, np.array([lows, highs]))

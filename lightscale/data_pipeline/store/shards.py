@@ -157,7 +157,7 @@ class ShardFileWriter:
 
     @property
     def room(self) -> int:
-        """How many values still fit."""
+        """Number of values that still fit."""
         return self.layout.shard_length - self.num_values
 
     def append(self, values: NDArray[Any]) -> None:
@@ -199,7 +199,7 @@ def write_shard_file(path: Path, layout: ShardLayout, values: NDArray[Any]) -> s
 
 @dataclass(frozen=True, kw_only=True)
 class ShardHashes:
-    """What is noted of a shard that was written."""
+    """The record of a written shard."""
 
     shard: str
     """XXH3-128 of its file."""
@@ -312,7 +312,7 @@ def block_range(layout: ShardLayout, length: int, shard: int, block: int) -> tup
 def read_metadata(path: Path) -> tuple[int, ShardLayout]:
     """Length and layout from a ``zarr.json``, which must be of the form that ``ShardWriter`` writes.
 
-    ``UserError`` names the file and what is wrong in it.
+    Raises ``UserError`` that names the file and its fault.
     """
     metadata = read_json(path)
     try:
@@ -369,7 +369,7 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; ``UserError`` where there is none."""
+    """The JSON object in ``path``. Raises ``UserError`` if there is none."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:

@@ -1,6 +1,6 @@
 """Token stores: written from documents, one process and one stream, or opened for reading.
 
-``format.py`` says what is on disk; ``preparation/assemble.py`` writes the same by many processes.
+``format.py`` describes the files; ``preparation/assemble.py`` writes the same with many processes.
 """
 
 import hashlib
@@ -137,7 +137,7 @@ class SourceWriter:
             writer.abandon()
 
     def flush(self) -> None:
-        """Write out what was appended."""
+        """Write out the appended values."""
         if not self._num_waiting:
             return
         for name, waiting in self._waiting.items():
@@ -170,8 +170,8 @@ def _checked_mask(loss_mask: ArrayLike | None, length: int) -> NDArray[np.uint8]
 class StoreWriter:
     """Writes a store under a temporary name beside ``path``; ``finish`` makes it visible by one rename.
 
-    Use it as a context manager. Leaving it without ``finish`` removes what was written. A full disk ends in a
-    ``UserError`` that names ``path``, and leaves nothing behind.
+    Use it as a context manager. Leaving it without ``finish`` removes the written files. A full disk raises a
+    ``UserError`` that names ``path``, and leaves no files.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class StoreWriter:
         chunk_tokens: int = CHUNK_TOKENS,
         classes: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """``classes``: names of what arrays of documents hold the numbers of, by array."""
+        """``classes``: names of the classes whose numbers an array of documents holds, by array."""
         self.path, self._classes = path, classes
         self._tokenizer = tokenizer
         self._layout = (shard_tokens, chunk_tokens)
@@ -221,9 +221,9 @@ class StoreWriter:
     ) -> SourceWriter:
         """A new source. One that gets no document does not appear in the store.
 
-        ``has_loss_mask``: its documents say which of their tokens count as labels. ``documents``: arrays with a value
-        for each document, by name: ``{"label": "int32", "target": ("float32", (3,))}``. ``ValueError`` for a type
-        that a store cannot hold.
+        ``has_loss_mask``: whether its documents have a mask of the tokens that count as labels. ``documents``: arrays
+        with a value for each document, by name: ``{"label": "int32", "target": ("float32", (3,))}``. Raises
+        ``ValueError`` for a type that a store cannot hold.
         """
         check_source_name(name)
         if name in self._sources:
@@ -285,7 +285,7 @@ class TokenSource:
             raise UserError(f"{at_fault}: the last document ends at {last_end} of {self.num_tokens} tokens")
 
     def check_sizes(self) -> None:
-        """``UserError`` for a shard of what is trained on that is missing or not of its size; none is opened."""
+        """Raises ``UserError`` for a missing shard of the training data, or one of another size; opens none."""
         for array in (self._tokens, self._doc_ends, self._loss_mask, *self._documents.values()):
             if array is not None:
                 array.check_sizes()
@@ -297,12 +297,12 @@ class TokenSource:
 
     @property
     def has_origins(self) -> bool:
-        """Whether it says where its documents came from."""
+        """Whether it records the origins of its documents."""
         return self._origins is not None
 
     @property
     def document_arrays(self) -> dict[str, np.dtype[Any]]:
-        """What a task has of each document: name to type; rows are (base, (width,))."""
+        """Values of tasks for each document: name to type; rows are (base, (width,))."""
         return {name: array.layout.numpy_dtype for name, array in self._documents.items()}
 
     def loss_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
@@ -322,7 +322,7 @@ class TokenSource:
         return self._documents[array].read(first, last)
 
     def origin(self, document: int) -> Origin | None:
-        """Where a document came from; None where the store does not say."""
+        """Origin of a document; None: the store has no origins."""
         return None if self._origins is None else self._origins.of(document)
 
     def read(self, start: int, stop: int) -> NDArray[np.uint32]:
@@ -352,8 +352,8 @@ class TokenSource:
     def document_starts_each(
         self, starts: NDArray[np.int64], num_tokens: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``document_starts`` of the ``num_tokens`` from each of (k,) ``starts`` on: (m,) one after another, and (k,)
-        how many there are of each.
+        """``document_starts`` of the ``num_tokens`` from each of (k,) ``starts`` on: (m,) one after another, and their
+        numbers (k,).
         """
         found, counts = self._doc_ends.between_each(starts, starts + (num_tokens - 1))
         return found.astype(np.int64), counts
@@ -379,7 +379,7 @@ class TokenStore:
     """An open store. Opening reads metadata and every shard's size and index, no tokens."""
 
     tokenizer: TokenizerIdentity
-    """What it was written with."""
+    """The tokenizer that it was written with."""
     weights: dict[str, float] | None
     """Default share of every training source in the samples; none: by their tokens."""
     classes: dict[str, list[str]]
@@ -398,7 +398,7 @@ class TokenStore:
             name: TokenSource(path / name, name, is_checked=root.is_checked, files=files) for name in root.sources
         }
         self.title = str(path)
-        """What messages call it."""
+        """Its name in messages."""
         self.parts: tuple[TokenStore, ...] = (self,)
         """The stores on disk that it is made of."""
 
@@ -425,7 +425,7 @@ class TokenStore:
         return self.sources[name]
 
     def class_name(self, array: str, number: int) -> str:
-        """What the store calls class ``number`` of an array of documents; its number where it has no name."""
+        """Name of class ``number`` of an array of documents; the number if the class has no name."""
         names = self.classes.get(array, [])
         return names[number] if 0 <= number < len(names) else str(number)
 
@@ -447,12 +447,12 @@ class TokenStore:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def report(self) -> dict[str, Any]:
-        """What the preparation counted: the content of ``report.json``."""
+        """The counts of the preparation: the content of ``report.json``."""
         return read_json(self.path / REPORT_FILE)
 
 
 def source_identity(source: TokenSource) -> dict[str, Any]:
-    """What tells two sources apart, as plain values."""
+    """Values that identify a source, as plain values."""
     return {
         "split": source.split,
         "documents": source.num_documents,

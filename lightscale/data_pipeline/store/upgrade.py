@@ -1,8 +1,8 @@
-"""Brings a store of an earlier format to this one: adds the hashes of blocks to what is there.
+"""Brings a store of an earlier format to this one: adds the hashes of blocks to its arrays.
 
-The store is verified whole first, and each shard once more while its blocks are hashed: hashes are only made of what
-was prepared. The store's own ``zarr.json`` comes last, by one rename; until then it is a whole store of its old format,
-also for who is reading it. Nothing says where the documents of an old store came from, so it gets no origins.
+The whole store is verified first, and each shard again while its blocks are hashed: only prepared data gets hashes. The
+store's own ``zarr.json`` comes last, by one rename. Until then it is a complete store of its old format, also for its
+readers. An old store has no record of the origins of its documents, so it gets none.
 """
 
 import contextlib

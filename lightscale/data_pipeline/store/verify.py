@@ -28,7 +28,7 @@ _STEP = "verify"
 
 @dataclass(kw_only=True)
 class Verification:
-    """What was checked, and what is wrong."""
+    """The checked files and their faults."""
 
     store: Path
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Verification:
     """Files that were read: shards, and those with the hashes of their blocks."""
     num_bytes: int = 0
     faults: list[str] = field(default_factory=list)
-    """One line each: the file, what was found, what was written."""
+    """One line each: the file, the hash found, the hash recorded."""
 
 
 def verify_store(path: Path, progress: Progress) -> Verification:

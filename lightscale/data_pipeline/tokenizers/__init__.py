@@ -1,8 +1,8 @@
 """Text to token ids and back: sentencepiece trained on the corpus, tiktoken's vocabularies, a Hugging Face file, ASCII.
 
-What they encode they give back (``decode(encode(text)) == text``; Hugging Face files may compose characters, and
-characters beyond ASCII are lost there), and a text that spells a special token ("<|endoftext|>", "</s>") becomes
-ordinary tokens: nobody can forge the end of a document.
+Decoding restores the text (``decode(encode(text)) == text``), with two exceptions: Hugging Face files may compose
+characters, and the ASCII tokenizer loses characters beyond ASCII. A text that spells a special token ("<|endoftext|>",
+"</s>") becomes ordinary tokens, so that no text can forge the end of a document.
 """
 
 from lightscale.data_pipeline.tokenizers.ascii_characters import AsciiTokenizer

@@ -41,13 +41,13 @@ class AsciiTokenizer:
         return [np.frombuffer(_known(text), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """See ``Tokenizer``. What was replaced decodes to U+FFFD."""
+        """See ``Tokenizer``. Replaced characters decode to U+FFFD."""
         array = np.asarray(ids, dtype=np.int64)
         text = array[(array > _END) & (array < _SYMBOLS)].astype(np.uint8).tobytes().decode("ascii")
         return text.replace(chr(_SUBSTITUTE), "\ufffd")
 
     def save(self, directory: Path) -> None:
-        """See ``Tokenizer``: the description alone, there is nothing else to know."""
+        """See ``Tokenizer``: the description alone."""
         write_description(directory, self, {"kind": ASCII})
 
 
@@ -56,10 +56,10 @@ def _known(text: str) -> bytes:
 
 
 def load_ascii(directory: Path, description: dict[str, Any]) -> AsciiTokenizer:
-    """What ``AsciiTokenizer.save`` wrote."""
+    """Load the tokenizer that ``AsciiTokenizer.save`` wrote."""
     return AsciiTokenizer()
 
 
 def ascii_sha256(directory: Path, description: dict[str, Any]) -> str:
-    """The ``sha256`` of what ``AsciiTokenizer.save`` wrote."""
+    """The ``sha256`` of the tokenizer that ``AsciiTokenizer.save`` wrote."""
     return AsciiTokenizer().sha256

@@ -38,8 +38,8 @@ def files_sha256(directory: Path) -> str:
 def copy_tokenizer(source: Path, target: Path, *, sha256: str) -> None:
     """Copy the files in ``source`` to ``target``, which appears whole and on disk or not at all.
 
-    What is at ``target`` is replaced. One process may do so at a time; what an earlier one left half-written goes.
-    Raises ``UserError`` where the files are not those of the tokenizer ``sha256``.
+    An existing ``target`` is replaced, and incomplete files of an earlier process are removed. Only one process may
+    call this at a time. Raises ``UserError`` if the files are not those of the tokenizer ``sha256``.
     """
     for draft in target.parent.glob(f"{target.name}.*{TEMPORARY_SUFFIX}"):
         _remove(draft)

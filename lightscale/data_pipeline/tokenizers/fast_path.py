@@ -49,7 +49,7 @@ def _unassigned() -> NDArray[np.bool_]:
 
 
 def has_unassigned(text: str) -> bool:
-    """Whether a character of ``text`` is none of Unicode's, in this Python's version."""
+    """Whether ``text`` has a character that is unassigned in the Unicode version of this Python."""
     if text.isascii():
         return False
     codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
@@ -73,7 +73,7 @@ class CheckedTokenizer:
 
     @property
     def notes(self) -> list[str]:
-        """What a report says of the fast encoder, one line; the same however the work was cut."""
+        """The line of a report about the fast encoder; independent of the division of the work."""
         if self._fault:
             return [f"{self._encoder} is disabled, {self._reference.name} encodes: {self._fault}"]
         return [f"{self._encoder} encodes; a sample of every batch matched {self._reference.name}"]
@@ -136,7 +136,7 @@ def with_fast_path(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def fast_path_notes(tokenizer: Tokenizer) -> list[str]:
-    """What a report says of the fast path of ``tokenizer``: a line, or nothing where it has none."""
+    """The lines of a report about the fast path of ``tokenizer``: one, or none without a fast path."""
     return tokenizer.notes if isinstance(tokenizer, CheckedTokenizer) else []
 
 

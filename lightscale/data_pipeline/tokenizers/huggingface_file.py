@@ -38,7 +38,7 @@ class HuggingFaceTokenizer:
     def __init__(self, file: bytes, *, origin: str, end_of_text: str | None = None) -> None:
         """``file``: content of a ``tokenizer.json``; ``origin`` names it in a ``UserError``.
 
-        ``end_of_text``: its token between documents; none: the first that the file has of those in use.
+        ``end_of_text``: its token between documents; none: the first of the usual ones that the file has.
         """
         self.file = file
         self._tokenizer, special = _parse(file, origin)
@@ -96,13 +96,13 @@ class HuggingFaceTokenizer:
 
 
 def load_huggingface(directory: Path, description: dict[str, Any]) -> HuggingFaceTokenizer:
-    """What ``HuggingFaceTokenizer.save`` wrote."""
+    """Load the tokenizer that ``HuggingFaceTokenizer.save`` wrote."""
     path = directory / _FILE
     return HuggingFaceTokenizer(read_file(path), origin=str(path), end_of_text=description["end_of_text"])
 
 
 def huggingface_sha256(directory: Path, description: dict[str, Any]) -> str:
-    """The ``sha256`` of what ``HuggingFaceTokenizer.save`` wrote."""
+    """The ``sha256`` of the tokenizer that ``HuggingFaceTokenizer.save`` wrote."""
     return _sha256(read_file(directory / _FILE), description["end_of_text"])
 
 

@@ -19,7 +19,7 @@ _MOST_BYTES = 2**28
 # Published vocabularies have gaps between their pieces and their special tokens, of up to 256 ids.
 _MOST_UNUSED = 1024
 SPACE_MARK = "\u2581"
-"""What sentencepiece, and files made after it, write for a space."""
+"""Character that sentencepiece and compatible files write for a space."""
 PROBES = (
     " a  b ",
     "\t\r\n\n\x00",

@@ -23,7 +23,7 @@ _LOADERS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a store or a run, or of a file: a sentencepiece model, or a Hugging Face ``.json``.
 
-    Raises ``UserError`` naming the file that is missing, or is not the one that the store was written with.
+    Raises ``UserError`` that names the file if it is missing, or differs from the store's tokenizer.
     """
     if path.is_file() and path.suffix == ".json":
         return HuggingFaceTokenizer(read_file(path), origin=str(path))

@@ -114,13 +114,13 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int) -> SentencePie
 
 
 def load_sentencepiece(directory: Path, description: dict[str, Any]) -> SentencePieceTokenizer:
-    """What ``SentencePieceTokenizer.save`` wrote."""
+    """Load the tokenizer that ``SentencePieceTokenizer.save`` wrote."""
     path = directory / _MODEL_FILE
     return SentencePieceTokenizer(read_file(path), origin=str(path))
 
 
 def sentencepiece_sha256(directory: Path, description: dict[str, Any]) -> str:
-    """The ``sha256`` of what ``SentencePieceTokenizer.save`` wrote."""
+    """The ``sha256`` of the tokenizer that ``SentencePieceTokenizer.save`` wrote."""
     return _sha256(read_file(directory / _MODEL_FILE))
 
 

@@ -88,7 +88,7 @@ def load_tiktoken(encoding: str) -> TiktokenTokenizer:
 
 
 def load_saved_tiktoken(directory: Path, description: dict[str, Any]) -> TiktokenTokenizer:
-    """What ``TiktokenTokenizer.save`` wrote."""
+    """Load the tokenizer that ``TiktokenTokenizer.save`` wrote."""
     path = directory / RANKS_FILE
     lines = [line.split() for line in read_file(path).splitlines()]
     ranks = [(binascii.a2b_base64(token), int(rank)) for token, rank in lines]
@@ -106,7 +106,7 @@ def load_saved_tiktoken(directory: Path, description: dict[str, Any]) -> Tiktoke
 
 
 def tiktoken_sha256(directory: Path, description: dict[str, Any]) -> str:
-    """The ``sha256`` of what ``TiktokenTokenizer.save`` wrote."""
+    """The ``sha256`` of the tokenizer that ``TiktokenTokenizer.save`` wrote."""
     return _sha256(description["pattern"], description["special_tokens"], read_file(directory / RANKS_FILE))
 
 

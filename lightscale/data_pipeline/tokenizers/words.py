@@ -2,7 +2,7 @@
 
 A token goes on with a word where it begins with a letter or digit and the one before ends with one; a space, or
 punctuation, begins another. Part of a character, of a tokenizer that cuts them, goes on with a word too. Ideographs are
-words by themselves, as BERT's tokenizer has them. The end-of-text token and others without text belong to no word.
+separate words, as in BERT's tokenizer. The end-of-text token and others without text belong to no word.
 """
 
 from dataclasses import dataclass

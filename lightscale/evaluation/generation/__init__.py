@@ -1,1 +1,1 @@
-"""`lightscale generate`: what is asked for, prompts, and the text."""
+"""`lightscale generate`: its request, prompts, and texts."""

@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 def write(asked: GenerationRequest) -> None:
-    """Write and show what is ``asked`` for: texts on stdout of rank 0, what they took on its stderr.
+    """Generate and print the texts that ``asked`` describes on stdout of rank 0, and their costs on its stderr.
 
     Called by every rank with torchrun's variables in the environment, or without them by one process.
     """
@@ -33,7 +33,7 @@ def write(asked: GenerationRequest) -> None:
 
 
 class Writer(ModelAtWork):
-    """A model and what it is asked for; collective over the ranks of ``mesh``."""
+    """A model and its request; collective over the ranks of ``mesh``."""
 
     def __init__(self, asked: GenerationRequest, loaded: LoadedModel, mesh: Mesh) -> None:
         super().__init__(asked.chosen, loaded, mesh)

@@ -1,8 +1,8 @@
-"""Prompts from a file of JSON lines, each with settings of its own; without torch.
+"""Prompts from a file of JSON lines, each with its own settings; without torch.
 
     {"prompt": "def ", "id": "a", "tokens": 50, "temperature": 0, "stop": ["\n\n"]}
 
-Only ``prompt`` is needed; the others stand for what is not given.
+Only ``prompt`` is required; the other fields have defaults.
 """
 
 import difflib
@@ -29,7 +29,7 @@ class PromptText:
     text: str
     """Empty: the model begins a document."""
     id: str | int | float | None = None
-    """What the file calls it."""
+    """Its ``id`` in the file."""
     max_tokens: int
     stop: tuple[str, ...] = ()
     sampling: Sampling

@@ -1,4 +1,4 @@
-"""What ``lightscale generate`` is asked for, found and checked without torch."""
+"""The request of ``lightscale generate``, found and checked without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class GenerationRequest:
     as_json: bool
 
     def check(self, prompt: PromptText) -> None:
-        """UserError for a prompt that cannot be encoded, or is longer than what the model can be asked about."""
+        """Raises UserError for a prompt that cannot be encoded, or is longer than the model accepts."""
         length = self._num_tokens(prompt)
         if self.context is not None and length > self.context:
             raise UserError(

@@ -7,7 +7,7 @@ from lightscale.evaluation.harness_names import require_lm_eval
 
 
 def main() -> int:
-    """As `lm_eval`; exit code 2 for a mistake in what is asked of the model."""
+    """As `lm_eval`; exit code 2 for a mistake in the request."""
     try:
         require_lm_eval()
         # Behind the check: without lm-eval there is nothing to import.

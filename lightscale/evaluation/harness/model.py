@@ -37,7 +37,7 @@ class LightscaleLM(TemplateLM):
     """A run's model that answers lm-eval's requests.
 
     Args:
-        run: directory of a run, or NAME for runs/NAME; RUN@STEP for a step, otherwise the newest checkpoint.
+        run: directory of a run, or NAME for runs/NAME; RUN@STEP for a step (default: the newest checkpoint).
         device: "auto", "cpu" or "cuda"; "cuda:0" is "auto".
         store: token store with the tokenizer; None: the run's own.
         row_tokens: tokens that pass through the model at once; takes the place of a batch size.
@@ -101,7 +101,7 @@ class LightscaleLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Under which lm-eval keeps what it has built."""
+        """Name under which lm-eval caches its requests."""
         return self._loaded.tokenizer.sha256
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -109,7 +109,7 @@ class LightscaleLM(TemplateLM):
         return self._loaded.tokenizer.encode(string)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results."""
+        """Metadata that lm-eval writes beside its results."""
         return {"run": str(self._run.directory.path), "step": self._loaded.step, "layout": self._mesh.axes}
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

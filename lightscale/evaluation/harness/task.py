@@ -16,7 +16,7 @@ from lightscale.evaluation.task import Score, Scores, Task, TaskSettings
 
 
 class LocalSettings(TaskSettings):
-    """What all kinds that lm-eval defines have."""
+    """Common part of all tasks that lm-eval defines."""
 
     data: Path = Field(default=Path(), strict=False)
     """Folder of local files, relative to the task file; `python tools/texts/benchmark_data.py` makes it."""
@@ -60,7 +60,7 @@ class HarnessTask(Task):
                 raise UserError(f"{self.name}: lm-eval {version} has no task {task!r}{nearest(task, known)}")
 
     def requests(self, encoder: Encoder) -> Sequence[Request]:
-        """As lm-eval builds them; what is asked several times, is answered once."""
+        """Requests as lm-eval builds them; repeated requests are answered once."""
         wanted = self._wanted()
         if self._tasks is None:
             self._tasks = Tasks(wanted.tasks, self.folder / wanted.data, num_fewshot=wanted.num_fewshot)

@@ -31,7 +31,7 @@ class Tasks:
     Args:
         names: of tasks, groups and tags.
         data: folder whose files are asked in place of data sets; see ``local_data``.
-        num_fewshot: examples before each question; None: what the task's definition says. Local files have none.
+        num_fewshot: examples before each question; None: the number of the task's definition. Local files have none.
 
     Raises:
         UserError: lm-eval is not installed, or data cannot be loaded.
@@ -78,7 +78,7 @@ class Tasks:
         return dict(self._hashes)
 
     def judged(self, answers: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
-        """What lm-eval's evaluation returns when the model's answer to each request, by its key, is that."""
+        """Result of lm-eval's evaluation with the given answer of the model to each request, by its key."""
         from lm_eval.evaluator import evaluate  # noqa: PLC0415
 
         from lightscale.evaluation.harness.answering import AnsweringLM  # noqa: PLC0415
@@ -118,7 +118,7 @@ def _load(manager: Any, name: str) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def seeds() -> Iterator[None]:
-    """lm-eval's seeds; afterwards the generators are where they were, so that training does not notice."""
+    """Set lm-eval's seeds; afterwards the generators are restored, so that training is unaffected."""
     state, numbers = random.getstate(), np.random.get_state()
     random.seed(RANDOM_SEED)
     np.random.seed(OTHER_SEED)

@@ -15,7 +15,7 @@ from lightscale.evaluation.inference.requests import (
 )
 
 GENERATED_TOKENS = 256
-"""At most, where a task does not say; lm-eval's own number."""
+"""Maximum of generated tokens if a task sets none; lm-eval's number."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _IGNORED = {"do_sample", "temperature", "until", *_LENGTHS}
 
@@ -34,7 +34,7 @@ class HarnessRequest(NamedTuple):
 
 
 def request_of(kind: str, arguments: Sequence[Any], encoder: Encoder, *, window: int | None = None) -> Request:
-    """What lm-eval asks by the method ``kind``.
+    """The request of lm-eval's method ``kind``.
 
     Args:
         kind: "loglikelihood", "loglikelihood_rolling" or "generate_until".
@@ -43,7 +43,7 @@ def request_of(kind: str, arguments: Sequence[Any], encoder: Encoder, *, window:
         window: tokens fed at once of a text whose every token is scored. None: all of it, however long.
 
     Raises:
-        UserError: what is asked has pictures or sounds in it, or is to be drawn at random.
+        Raises UserError for a request with pictures or sounds, or one that samples at random.
     """
     if kind == "loglikelihood_rolling":
         return encoder.rolling(str(arguments[0]), window=window)
@@ -61,7 +61,7 @@ def generation_arguments(wanted: Mapping[str, Any]) -> tuple[tuple[str, ...], in
     """(texts at which it stops, most tokens) of lm-eval's `generation_kwargs`.
 
     Raises:
-        UserError: what is greedy only would be drawn at random, or an argument is not known.
+        Raises UserError for sampling, because generation is greedy here, and for an unknown argument.
     """
     if wanted.get("do_sample") or (wanted.get("do_sample") is None and float(wanted.get("temperature") or 0) > 0):
         raise UserError(

@@ -19,11 +19,11 @@ from lightscale.models.layers.states import chosen, joined
 PREFILL_TOKENS = 1024
 """Tokens of prompts that pass through the model at once; bounds the memory of activations."""
 ROOM_TOKENS = 64
-"""That states which grow take in before they are copied, where nobody knows how many will come."""
+"""Initial room, in tokens, of states that grow, if the number of further tokens is unknown."""
 
 
 class Documents:
-    """Some documents, none at first; no answer depends on what else is read together.
+    """Some documents, none at first; no answer depends on the other documents.
 
     Collective over the tensor ranks of ``model``, all of which give the same tokens and get the same logits.
 
@@ -51,7 +51,7 @@ class Documents:
 
     @torch.inference_mode()
     def begin(self, prompts: Sequence[Sequence[int]], *, room: int = ROOM_TOKENS) -> Tensor:
-        """Read the beginnings of further documents, of at least one token each, which come behind those that are there.
+        """Read the beginnings of further documents, at least one token each, and append them to the present ones.
 
         ``room``: tokens that are expected to follow.
 
@@ -76,11 +76,11 @@ class Documents:
 
     @torch.inference_mode()
     def begin_behind(self, prefix: "Documents", rests: Sequence[Sequence[int]], *, room: int = ROOM_TOKENS) -> Tensor:
-        """As ``begin``, of documents that all begin with what ``prefix`` has read, which stays as it is.
+        """As ``begin``, of documents that all begin with the tokens of ``prefix``, which stays unchanged.
 
         Args:
             prefix: one document, begun with no room.
-            rests: what follows in each, of at least one token.
+            rests: the further tokens of each document, at least one.
             room: tokens that are expected to follow.
         """
         assert len(prefix) == 1, "one document that others begin with"

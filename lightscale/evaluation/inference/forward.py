@@ -25,7 +25,7 @@ States = dict[str, MixerState]
 
 
 class Found(NamedTuple):
-    """What was found of scored tokens, (m,) each."""
+    """The results for scored tokens, (m,) each."""
 
     numbers: NDArray[np.int32]
     offsets: NDArray[np.int32]
@@ -35,11 +35,11 @@ class Found(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Rows:
-    """What goes through the model at once: the same on all ranks of a model."""
+    """The input of one forward pass: the same on all ranks of a model."""
 
     columns: Columns
     states: States | None = None
-    """As they enter the rows; replaced by those that leave them. None: rows begin and end by themselves."""
+    """Incoming states of the rows, replaced by the outgoing ones. None: rows begin and end in this pass."""
 
 
 class Forward:
@@ -56,17 +56,17 @@ class Forward:
 
     @property
     def align(self) -> int:
-        """What the length of rows must be a multiple of."""
+        """Divisor of the length of rows."""
         return self.mesh.sequence * self.mesh.tensor
 
     @property
     def answers(self) -> bool:
-        """Whether what this rank finds is to be kept: of equal ones, one does."""
+        """Whether this rank's results are kept: one rank of those with equal results."""
         return self.mesh.is_last_stage and self.mesh.groups.tp.rank() == 0
 
     @torch.no_grad()
     def score(self, batches: Sequence[Rows]) -> Iterator[Found]:
-        """Run ``batches``, all of one shape (b, n), and give what this rank found of its segment of each.
+        """Run ``batches``, all of one shape (b, n), and yield this rank's results for its segment of each.
 
         Nothing on all but the last stage.
         """

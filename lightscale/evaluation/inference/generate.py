@@ -26,12 +26,12 @@ Ended = Literal["end_of_text", "stop", "tokens"]
 
 
 class Continuation:
-    """What a model has written behind a prompt so far."""
+    """The text that a model has generated behind a prompt so far."""
 
     def __init__(self, number: int, prompt: Prompt, tokenizer: Tokenizer) -> None:
         self.number, self.prompt = number, prompt
         self.ids: list[int] = []
-        """The end-of-text token, with which the model ends a text, is not among them; those of a stop string are."""
+        """Without the end-of-text token that ends a text; with the tokens of a stop string."""
         self.times_s: list[float] = []
         """When each came, by time.perf_counter."""
         self.ended: Ended | None = None
@@ -41,7 +41,7 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """Up to the stop string; what is certain of it while it is being written."""
+        """The text up to the stop string; during generation its final part."""
         return self._written.text
 
     @property
@@ -66,7 +66,7 @@ class Continuation:
 
 
 class TextGenerator:
-    """A model that continues prompts. No text depends on what else is written at the same time.
+    """A model that continues prompts. No text depends on the other texts of the batch.
 
     Collective over the tensor ranks of ``model``: each gives the same prompts and gets the same texts.
 
@@ -95,7 +95,7 @@ class TextGenerator:
         """Tokens that have passed through the model, fillers included."""
 
     def write(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Continuation, str]]:
-        """Each token as it is found: the text that it continues, and what became certain of it.
+        """Each token as it is generated: the number of its text, and the part of the text that became final.
 
         Texts are numbered as their prompts, and end in any order.
         """
@@ -156,7 +156,7 @@ def generate(
     max_tokens: int = 200,
     sampling: Sampling | None = None,
 ) -> Iterator[int]:
-    """The tokens with which ``model`` continues one document, as they are found.
+    """Yield the tokens with which ``model`` continues one document.
 
     Args:
         model: in evaluation mode, whole on this process or on its tensor ranks.

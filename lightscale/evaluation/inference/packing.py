@@ -36,7 +36,7 @@ class TreeNode:
     number: int = -1
     """Of the document that ends here; -1: a prefix, and nothing of it is scored."""
     labels: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    """What the last inputs are followed by."""
+    """Labels of the last inputs."""
     children: list["TreeNode"] = field(default_factory=list)
 
     @property
@@ -53,15 +53,15 @@ class Placed(NamedTuple):
 
 
 def order(documents: Sequence[ScoredDocument]) -> list[int]:
-    """The numbers of ``documents`` such that those that begin alike follow one another."""
+    """The numbers of ``documents`` in an order that puts documents with equal beginnings together."""
     # As bytes: big-endian numbers without sign sort as the ids do.
     return sorted(range(len(documents)), key=lambda number: documents[number].ids.astype(">u4").tobytes())
 
 
 def share(documents: Sequence[ScoredDocument], ranks: int, *, written: Sequence[int] | None = None) -> list[list[int]]:
-    """The documents of each data rank, by number: equal shares of the tokens, those that begin alike together.
+    """The documents of each data rank, by number: equal shares of the tokens, equal beginnings together.
 
-    ``written``: tokens that are to be written behind each document, which count like its own.
+    ``written``: tokens to generate behind each document, which count like its own.
     """
     numbers = order(documents)
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -85,8 +85,8 @@ def forest(
 
     Args:
         documents: all documents.
-        numbers: those that are wanted.
-        least_shared: tokens that must be shared for a prefix to be run by itself; None: none is.
+        numbers: the requested documents.
+        least_shared: minimum of shared tokens of a prefix that is run separately; None: no prefix is.
         align: prefixes end at multiples of it.
     """
 
@@ -150,7 +150,7 @@ def pack(nodes: Sequence[TreeNode], row_tokens: int) -> list[list[Placed]]:
 
 
 class Columns(NamedTuple):
-    """Some columns of rows: (b, n) tokens and positions, and (m,) what is scored of them."""
+    """Some columns of rows: (b, n) tokens and positions, and (m,) their scored places."""
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -164,7 +164,7 @@ class Columns(NamedTuple):
 
 
 def columns(rows: Sequence[Sequence[Placed]], first: int, stop: int, *, filler: int) -> Columns:
-    """The columns ``first`` to ``stop`` of ``rows``; where no node stands, ``filler`` as documents of its own."""
+    """The columns ``first`` to ``stop`` of ``rows``; places without a node hold ``filler`` as separate documents."""
     shape = (len(rows), stop - first)
     tokens = np.full(shape, filler, dtype=np.int64)
     # Before the first node and behind the last one: the fillers of a row may as well be one document each.

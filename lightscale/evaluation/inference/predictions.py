@@ -1,7 +1,7 @@
-"""What models predict of whole documents, on any layout: fillings of masks, labels, and one vector for each.
+"""Predictions for whole documents, on any layout: fillings of masks, labels, and one vector per document.
 
 Collective: every rank gives the same documents, in one order, and gets all predictions. Documents are packed into rows
-of whole ones, as requests are (``packing.py``); none depends on what else stands in its row.
+of whole ones, as requests are (``packing.py``); none depends on the other documents of its row.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Predictor:
     Args:
         model: this rank's layers, in evaluation mode.
         mesh: of the ranks that predict together.
-        row_tokens: that pass through the model at once; a longer document has a row of its own.
+        row_tokens: tokens per forward pass of the model; a longer document has its own row.
         advance: called after each pass.
     """
 
@@ -65,7 +65,7 @@ class Predictor:
         return self._of_documents(documents, width, self._model.label_log_probability)
 
     def embed(self, documents: Sequence[Ids], pooling: Pooling) -> NDArray[np.float64]:
-        """(documents, d): of what would enter the output layer the mean over a document's tokens, or one of them."""
+        """(documents, d): inputs of the output layer: their mean over a document's tokens, or that of one token."""
         return self._of_documents(
             documents,
             self._model.model.hidden_size,

@@ -1,4 +1,4 @@
-"""What a model is asked to continue, and how; without torch."""
+"""Prompts of a model and the settings of their continuation; without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a task asks of a model, and what it gets for each: requests and their answers, in token ids.
+"""Requests of a task to a model, and their answers, in token ids.
 
 A document begins with the end-of-text token, as in training; ``Encoder`` makes requests out of text.
 """
@@ -38,14 +38,14 @@ class RollingLogLikelihood:
     ids: Ids
     """(n + 1,) the end-of-text token, then the text."""
     window: int | None = None
-    """Tokens that are fed at once; each window is a document of its own."""
+    """Tokens of a window; each window is a separate document."""
     stride: int | None = None
     """Tokens by which windows follow one another, and which each but the first scores; none: the window."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class GenerateUntil:
-    """What does the model write behind ``context``, most probable tokens first? Answered by a ``Generation``."""
+    """Generate behind ``context``, always the most probable token. Answered by a ``Generation``."""
 
     context: Ids
     until: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def windows(num_tokens: int, window: int | None, stride: int | None) -> Iterator
 
 
 def num_tokens(request: Request) -> int:
-    """Tokens that answering feeds to the model, without what is shared; of a generation its prompt and most tokens."""
+    """Tokens that answering feeds to the model, without shared ones; of a generation its prompt and new tokens."""
     match request:
         case LogLikelihood(context=context, continuation=continuation):
             return len(context) + len(continuation) - 1
@@ -155,5 +155,5 @@ class Encoder:
         return RollingLogLikelihood(ids=self.document(text), window=window, stride=stride)
 
     def generate_until(self, prompt: str, *, until: Sequence[str] = (), max_tokens: int) -> GenerateUntil:
-        """What follows ``prompt``."""
+        """The continuation of ``prompt``."""
         return GenerateUntil(context=self.document(prompt), until=tuple(until), max_tokens=max_tokens)

@@ -30,7 +30,7 @@ class Chooser:
 
     @property
     def settings(self) -> Sampling:
-        """What choosers that can choose together have in common."""
+        """Common settings of choosers that can choose together."""
         return replace(self.sampling, seed=0)
 
     def draw(self) -> float:

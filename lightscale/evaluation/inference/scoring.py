@@ -57,10 +57,10 @@ class ScoringSettings:
 
 @dataclass(kw_only=True)
 class Work:
-    """What answering took, on this rank's model: tokens that passed through it."""
+    """Costs of answering on this rank's model: tokens that passed through it."""
 
     asked_tokens: int = 0
-    """Of the documents of the requests, each by itself."""
+    """Tokens of the documents of the requests, each counted separately."""
     run_tokens: int = 0
     """That were fed, fillers included."""
 

@@ -1,4 +1,4 @@
-"""What prompts have in common at their beginning: run once, and kept while prompts that begin so are waited for."""
+"""Common beginnings of prompts: run once, and kept until the last prompt with this beginning."""
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -33,7 +33,7 @@ class SharedPrefixes:
         """Tokens of prefixes that have passed through the model."""
 
     def behind(self, number: int) -> Documents | None:
-        """One document: what prompt ``number`` begins with; None where it shares nothing.
+        """One document: the shared beginning of prompt ``number``; None: it shares no tokens.
 
         In the order ``self.order`` every prefix is run once.
         """

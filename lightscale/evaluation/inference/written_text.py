@@ -1,4 +1,4 @@
-"""Text from and to tokens, as it is written: characters when they are complete, nothing behind a stop string."""
+"""Text from and to tokens during generation: complete characters only, up to a stop string."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -31,11 +31,11 @@ class WrittenText:
         self._held = ""
 
     def add(self, token: int) -> str:
-        """What is certain now."""
+        """The final part so far."""
         return self._certain(self._decoder.add(token))
 
     def finish(self) -> str:
-        """What is left where no token follows."""
+        """The rest of the text, if no token follows."""
         certain = self._certain(self._decoder.finish())
         rest = "" if self.stopped_by else self._held
         self._held = ""
@@ -89,7 +89,7 @@ class _Characters:
 
 
 def decode_stream(tokenizer: Tokenizer, ids: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
-    """The text of ``ids`` in parts, each as soon as it is certain; joined they are ``decode(ids)`` up to ``stop``.
+    """The text of ``ids`` in parts, each as soon as it is final; joined they are ``decode(ids)`` up to ``stop``.
 
     No token is asked for behind a stop string.
     """

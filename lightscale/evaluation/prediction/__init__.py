@@ -1,1 +1,1 @@
-"""`lightscale predict`: what is asked for, documents, and the answers."""
+"""`lightscale predict`: its request, documents, and answers."""

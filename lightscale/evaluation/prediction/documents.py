@@ -2,7 +2,7 @@
 
     {"text": "The [MASK] sat on the mat.", "id": "a"}
 
-Only the text is needed; what else a line has, as the files of a corpus do, is left alone.
+Only the text is required; other fields of a line, as in files of a corpus, are ignored.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class TextDocument:
     line: int
     """Its number, from 1."""
     id: Any
-    """What the file calls it; None: nothing."""
+    """Its ``id`` in the file; None: unset."""
     text: str
     ids: Ids
     """(n + 1,) the end-of-text token, then the text with its masks."""

@@ -1,4 +1,4 @@
-"""``lightscale predict`` behind its checks: the model on its ranks, and what it predicts, line by line."""
+"""``lightscale predict`` behind its checks: the model on its ranks, and its predictions, line by line."""
 
 import json
 import math
@@ -30,7 +30,7 @@ _Values = Iterator[Record]
 
 
 def predict(asked: PredictionRequest) -> None:
-    """Predict and show what is ``asked`` for: records on stdout of rank 0 or in a file, what they took on its stderr.
+    """Predict and print the records that ``asked`` describes on stdout of rank 0 or to a file, the costs on its stderr.
 
     Called by every rank with torchrun's variables in the environment, or without them by one process.
     """
@@ -39,7 +39,7 @@ def predict(asked: PredictionRequest) -> None:
 
 
 class PredictionWriter(ModelAtWork):
-    """A model and what it is asked for; collective over the ranks of ``mesh``."""
+    """A model and its request; collective over the ranks of ``mesh``."""
 
     def __init__(self, asked: PredictionRequest, loaded: LoadedModel, mesh: Mesh) -> None:
         super().__init__(asked.chosen, loaded, mesh)

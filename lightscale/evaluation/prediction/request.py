@@ -1,4 +1,4 @@
-"""What ``lightscale predict`` is asked for, found and checked without torch."""
+"""The request of ``lightscale predict``, found and checked without torch."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MOST_CLASSES_BYTES = 2**28
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """Documents, and what a run is to say of each."""
+    """Documents, and the kind of prediction for each."""
 
     chosen: ChosenRun
     kind: Kind

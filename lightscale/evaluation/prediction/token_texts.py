@@ -1,4 +1,4 @@
-"""The text of a token by itself."""
+"""The text of a single token."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from lightscale.data_pipeline.tokenizers import Tokenizer
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """The text of a token by itself, with the space that it begins with."""
+    """The text of a single token, with its leading space."""
     # Behind another token: some tokenizers drop the space at the beginning of a text.
     anchor = tokenizer.encode("a")
     skip = len(tokenizer.decode(anchor))

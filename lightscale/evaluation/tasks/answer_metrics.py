@@ -16,7 +16,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def words_of(answer: str) -> list[str]:
-    """What is compared of an answer."""
+    """The compared form of an answer."""
     return _ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split()
 
 

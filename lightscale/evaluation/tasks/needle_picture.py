@@ -16,10 +16,10 @@ def draw(
         path: of the file.
         heatmap: lengths (n,) in tokens, depths (m,) from 0 to 1, and rows (m, n) of ``grade`` and rank, None where
             there is no prompt.
-        grade: the name of what is drawn from 0 to 1.
+        grade: name of the drawn quantity, from 0 to 1.
         worst_rank: the last place.
         title: of the picture.
-        depth_of: what depths are shares of.
+        depth_of: the whole that depths are shares of.
     """
     try:
         # Optional, and slow to import.

@@ -51,7 +51,7 @@ def penalty(successes: Sequence[bool]) -> float:
 def niah_score(grades: Heatmap, weight: Heatmap, *, success: float) -> float:
     """Σ w·p·grade / Σ w, with the penalty p of each length; a grade of at least ``success`` succeeds.
 
-    The paper names the weighted accuracy and the penalty, and says that the score combines them.
+    The paper names the weighted accuracy and the penalty, and states that the score combines them.
     """
     # A grade is a ratio of small numbers: 1/3 is not less than 0.3333.
     of_lengths = [
@@ -69,7 +69,7 @@ def word_recall(words: Sequence[str], text: str) -> float:
 def rank(true: float, others: Sequence[float]) -> int:
     """The place of the ``true`` answer's log-likelihood among those of ``others``: 1 is the best.
 
-    Those that are equal to it come first, so that a model which cannot tell them apart has the last place.
+    Equal ones come first, so that a model which cannot distinguish them has the last place.
     """
     return 1 + sum(not other < true for other in others)
 

@@ -84,23 +84,23 @@ class Wording:
     """With {key} and, behind it, {value}."""
 
     def needle(self) -> str:
-        """What stands in the haystack: question and answer in easy mode, the answer in standard mode."""
+        """The needle in the haystack: question and answer in easy mode, the answer in standard mode."""
         return self.question + self.answer if self.mode == "easy" else self.answer
 
     def asked(self) -> str:
-        """What ends a prompt: the question, and the answer up to its value."""
+        """The end of a prompt: the question, and the answer up to its value."""
         return self.question + self.answer.partition("{value}")[0].rstrip(" ")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Needle:
-    """A value that is to be found by its key."""
+    """A value to retrieve by its key."""
 
     text: str
     """As it stands in the haystack."""
     ids: Ids
     asked: Ids
-    """What ends the prompt."""
+    """The end of the prompt."""
     words: tuple[str, ...]
     """The right value."""
     answer: tuple[Ids, ...]
@@ -110,7 +110,7 @@ class Needle:
 
     @property
     def num_tokens(self) -> int:
-        """What a prompt has beside the haystack, and the answer."""
+        """The parts of a prompt beside the haystack, and the answer."""
         return len(self.ids) + len(self.asked) + sum(map(len, self.answer))
 
 

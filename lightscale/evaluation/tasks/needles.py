@@ -67,7 +67,7 @@ class NeedlesSettings(TaskSettings):
     question: str = "\n\nQuestion: What are the secret words of {key}?\nAnswer:"
     """Asked at the end of a prompt, and before the needle in easy mode."""
     answer: str = " The secret words of {key} are {value}."
-    """The needle; a prompt ends with what is before {value}."""
+    """The needle; a prompt ends with the text before {value}."""
     keys: list[str] = Field(default=list(KEYS), min_length=1)
     """Keys of the values; one per needle."""
     words: list[str] = Field(default=list(WORDS), min_length=2)
@@ -78,7 +78,7 @@ class NeedlesSettings(TaskSettings):
     """Other values, whose log-likelihoods are compared with that of the right one."""
     generate: bool = False
     """Whether text is generated and searched for the value; else exact and word_recall are in greedy decoding, known
-    from log-likelihoods. Slower: nothing is shared by what is generated."""
+    from log-likelihoods. Slower: generations share no tokens."""
     grade: Literal["word_recall", "exact", "first"] = "word_recall"
     """Score in each cell of the paper's scores and of the picture."""
     depth_ratio: _Ratio = 1.01
@@ -151,7 +151,7 @@ class Needles(Task):
         return dict(self._hashes)
 
     def requests(self, encoder: Encoder) -> Sequence[Request]:
-        """For each prompt: each word of the value behind those before it, the distractors, and what is written."""
+        """For each prompt: each word of the value behind the previous ones, the distractors, the generated text."""
 
         @functools.cache
         def encode(text: str) -> Ids:

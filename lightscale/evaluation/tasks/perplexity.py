@@ -130,7 +130,7 @@ class Perplexity(Task):
         return dict(self._hashes)
 
     def num_words(self, text: str) -> int:
-        """What word perplexity divides by."""
+        """Number of words that word perplexity divides by."""
         return len(text.split())
 
     def records(self, path: Path, documents: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ class DataSet:
     names: tuple[str, ...]
     """Of the metric's scores."""
     ask: str = ""
-    """What is asked of each text; "": the input begins with a question, which an empty line ends."""
+    """Question about each text; "": the input begins with a question, which an empty line ends."""
     until: tuple[str, ...] = _LINE
 
 
@@ -77,7 +77,7 @@ NLI = "Answer with Entailment, Contradiction or Not mentioned."
 
 
 class ScrollsSettings(TaskSettings):
-    """Where the data sets are, and how much of each text is read."""
+    """Folder of the data sets, and the maximum length of each text."""
 
     path: str = "scrolls"
     """Folder with a folder for each data set, relative to the task file."""
@@ -99,7 +99,7 @@ class ScrollsSettings(TaskSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LongQuestion:
-    """One text, what is asked of it, and the right answers."""
+    """One text, its question, and the right answers."""
 
     data_set: str
     text: str
@@ -120,7 +120,7 @@ class Scrolls(Task):
         self._cut = 0
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """The files are there, and what judges summaries; a question leaves room for its answer."""
+        """Check the files, the package that scores summaries, and that each question leaves room for its answer."""
         for name in self.settings.data_sets:
             if (longest := DATA_SETS[name].max_tokens) >= self.settings.context:
                 raise UserError(

@@ -1,6 +1,6 @@
 """WikiText's raw test sets: pages, their tokenization undone, perplexity by the words of the page as it was found.
 
-So lm-eval's `wikitext` does; its word perplexity is what papers print.
+The same as lm-eval's `wikitext`; papers print its word perplexity.
 """
 
 import re

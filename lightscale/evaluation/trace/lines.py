@@ -1,4 +1,4 @@
-"""Lines of documents: what the store keeps is a file and bytes in it; the file itself says which line that is."""
+"""Lines of documents: the store keeps a file and bytes in it; the line is counted in the file."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -24,7 +24,7 @@ class DocumentLoss:
     """Index of its sequence in the order of the curriculum stage."""
     source: str
     part: DocumentRange
-    """What the step read of it, and where it came from."""
+    """The part that the step read, and its origin."""
     loss: float
     """Mean over its labels that count, in nats; 0 without any."""
     labels: int
@@ -32,7 +32,7 @@ class DocumentLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
-    """What a step read, with its losses."""
+    """The data of a step, with its losses."""
 
     content: StepContent
     loss: float

@@ -26,7 +26,7 @@ class Spike:
 
 
 def find_spikes(run: RunDirectory, guard: GuardConfig) -> Iterator[Spike]:
-    """In the order of steps: those that were skipped, and those as far above the median as [guard] would skip.
+    """In the order of steps: skipped ones, and steps as far above the median as [guard] would skip.
 
     The guard waits for a whole window; here a median of ``_FEWEST`` steps is enough, because nothing is lost by a step
     that is listed. Where ``guard.max_loss_rise`` is off, its default counts.

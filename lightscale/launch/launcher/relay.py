@@ -3,14 +3,14 @@
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import psutil
 
 from lightscale.output.streams import offer
+from lightscale.runs.repeated import Repeated
 from lightscale.training.signals import STOP_SIGNALS
 
 _POLL_S = 0.1
@@ -31,22 +31,18 @@ class StopRelay:
         self._interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
         self._told: set[int] = set()
-        self._done = threading.Event()
         # A handler alone would miss the ranks that start after the signal came.
-        self._thread = threading.Thread(target=self._relay, name="stop-relay", daemon=True)
+        self._relaying = Repeated(self._relay, period_s=_POLL_S, name="stop-relay")
 
     def __enter__(self) -> Self:
         for signum in (*STOP_SIGNALS, signal.SIGHUP):
             if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._handle)
-        self._thread.start()
+        self._relaying.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
+    def __exit__(self, *error: object) -> None:
+        self._relaying.stop()
         while self._previous:
             signal.signal(*self._previous.popitem())
 
@@ -59,22 +55,20 @@ class StopRelay:
                 offer(2, b"already stopping; press Ctrl-C once more to end the run without saving\n")
 
     def _relay(self) -> None:
-        while not self._done.wait(_POLL_S):
-            if self.received is None:
-                continue
-            for rank in psutil.Process().children():
-                with contextlib.suppress(ProcessLookupError):
-                    # Leaders of a session are ranks, or the scheduler's step with the agents. Anything else is a helper
-                    # of this process.
-                    if os.getsid(rank.pid) != rank.pid:
-                        continue
-                    # The group, with all that the rank has started: data workers would otherwise go on until they
-                    # notice.
-                    if self._interrupts > 1:
-                        os.killpg(rank.pid, self._translated(signal.SIGKILL))
-                    elif rank.pid not in self._told:
-                        self._told.add(rank.pid)
-                        os.kill(rank.pid, self._translated(self.received))
+        if self.received is None:
+            return
+        for rank in psutil.Process().children():
+            with contextlib.suppress(ProcessLookupError):
+                # Leaders of a session are ranks, or the scheduler's step with the agents. Anything else is a helper of
+                # this process.
+                if os.getsid(rank.pid) != rank.pid:
+                    continue
+                # The group, with all processes that the rank has started: data workers end late without a signal.
+                if self._interrupts > 1:
+                    os.killpg(rank.pid, self._translated(signal.SIGKILL))
+                elif rank.pid not in self._told:
+                    self._told.add(rank.pid)
+                    os.kill(rank.pid, self._translated(self.received))
 
     def _translated(self, signum: signal.Signals) -> signal.Signals:
         return self._translation.get(signum, signum)

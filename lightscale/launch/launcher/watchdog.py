@@ -11,17 +11,16 @@ Before the first heartbeat, a start has its own limit.
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
 
 from lightscale.launch.launcher.rank import STACKS_SIGNAL, stacks_file
+from lightscale.runs.repeated import Repeated
 from lightscale.training.health.heartbeat import Beat, read_heartbeats, start_allowance_s
 
 # Short against the least time that a rank may be silent (restart.hang_timeout_s, 60 s by default). Each look reads 128
@@ -66,19 +65,17 @@ class Watchdog:
         self._start_allowance_s = start_allowance_s(hang_timeout_s)
         self._silent_s = dict.fromkeys(ranks, 0.0)
         self._last: dict[int, Beat] = {}
-        self._done = threading.Event()
+        self._looked_s = 0.0
         # torch's agent has the main thread until all ranks have ended.
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._watching = Repeated(self._watch, period_s=_POLL_S, name="watchdog")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._looked_s = time.monotonic()
+        self._watching.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
+    def __exit__(self, *error: object) -> None:
+        self._watching.stop()
         # Each rank opens its file when it starts, because a signal handler can only write.
         for rank in self._ranks:
             path = stacks_file(self._logs, rank)
@@ -88,24 +85,22 @@ class Watchdog:
                     path.unlink()
 
     def _watch(self) -> None:
-        before_s = time.monotonic()
-        while not self._done.wait(_POLL_S):
-            now_s = time.monotonic()
-            late = self._late_ranks(min(now_s - before_s, _LONGEST_POLL_S))
-            before_s = now_s
-            processes = _rank_processes()
-            # Without processes torch's agent has noticed something already, and it is about to end.
-            if late and processes:
-                # Before the stacks, which take seconds: the reason is about this moment.
-                self.hang = self._describe(late, processes)
-                self._dump_stacks(processes)
-                for process in processes:
-                    # With what a rank started itself. SIGKILL is the only signal that ends a stopped process.
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                # Once is enough: no rank is left, torch's agent sees that, and the launcher decides about the next
-                # start.
-                return
+        # Once is enough: no rank is left, torch's agent detects that, and the launcher decides about the next start.
+        if self.hang is not None:
+            return
+        now_s = time.monotonic()
+        late = self._late_ranks(min(now_s - self._looked_s, _LONGEST_POLL_S))
+        self._looked_s = now_s
+        processes = _rank_processes()
+        # Without processes torch's agent has detected a failure already, and is about to end.
+        if late and processes:
+            # Before the stacks, which take seconds: the reason is about this moment.
+            self.hang = self._describe(late, processes)
+            self._dump_stacks(processes)
+            for process in processes:
+                # With all processes that the rank started. SIGKILL is the only signal that ends a stopped process.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def _late_ranks(self, passed_s: float) -> list[int]:
         """The ranks that have been silent for too long, `passed_s` after the last look."""

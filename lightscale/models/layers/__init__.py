@@ -1,1 +1,1 @@
-"""What all mixers and the language model are built from."""
+"""Layers that all mixers and the language model share."""

@@ -1,4 +1,4 @@
-"""What a layer must know about the tokens it sees, besides their activations."""
+"""Facts about the tokens of a pass that a layer needs beside their activations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +27,12 @@ class SequenceContext:
     cu_seqlens: (N + 1,) int64, boundaries over the flattened b·n tokens, every row start included; None when no
         document starts inside a row, so that kernels do no work for boundaries.
     continues: (b,) bool, whether a row's first token continues a document of the sequence rank before.
-    starts: where documents start, on the host; None where nothing has asked for it yet.
+    starts: where documents start, on the host; None: not read yet.
     exchange: the ranks that hold the other segments of these rows; None when every row is whole.
     replay: where the layers that are recomputed keep their incoming states; None when none is.
     lengths: n of every sequence rank where they differ; None when they are equal.
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
-    shared: what the model's parts for all layers gave (``StagePart.forward``), by the name of the part.
+    shared: results of the model's parts for all layers (``StagePart.forward``), by the name of the part.
     """
 
     positions: Tensor
@@ -49,7 +49,7 @@ class SequenceContext:
         """Start passing states along the sequence ranks; see ``parallel.sequence.begin``.
 
         ``scan`` is the type of one, or a partial of it with the operator's options. ``layer`` is the name of a layer
-        whose activations may be recomputed, None for what is not in the layers.
+        whose activations may be recomputed; None: the scan is outside the layers.
         """
         assert self.exchange is not None, "rows are whole here"
         own = scan(continues=self.continues, cu_seqlens=self.cu_seqlens)
@@ -71,9 +71,9 @@ class SequenceContext:
 
     @cached_property
     def attention(self) -> DocumentAttention:
-        """Softmax attention of these rows' tokens to the tokens of this rank and of those before; without ``states``.
+        """Softmax attention of these rows' tokens to the tokens of this rank and of earlier ones; without ``states``.
 
-        What it works out of the documents is the same for all layers.
+        Its facts about the documents are computed once for all layers.
         """
         return DocumentAttention(*self._documents)
 
@@ -110,7 +110,7 @@ class SequenceContext:
 
     @property
     def document_starts(self) -> DocumentStarts:
-        """Where documents start, read from ``positions`` if nobody knew; then on a GPU the host waits for them."""
+        """Starts of documents, read from ``positions`` if ``starts`` is unset; then on a GPU the host waits."""
         return self._documents[0]
 
     @cached_property
@@ -138,7 +138,7 @@ class SequenceContext:
     ) -> "SequenceContext":
         """The context of rows with these ``positions`` (b, n).
 
-        ``starts``: of their documents, where the host knows them; None: they are read from ``positions``.
+        ``starts``: of their documents, if they are on the host; None: they are read from ``positions``.
         """
         b, n = positions.shape
         # One token to a row has no start inside it: generation on a GPU does not wait for the answer.

@@ -2,8 +2,8 @@
 
     logits = W pool(h_1 … h_n),   pool: the mean of the tokens' states, or that of the first or the last one
 
-A document that began on earlier sequence ranks is predicted by the rank that holds its last token: the others send the
-sum of what they hold of it, d numbers a row, in one exchange each way.
+The rank with the last token of a document predicts its label. Earlier sequence ranks with tokens of the document send
+the sum of their states, d numbers per row, in one exchange each way.
 """
 
 import torch
@@ -41,8 +41,8 @@ class LabelHead(nn.Module):
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """hidden: (n / tensor, b, d) -> logits (m, labels), fp32 or wider, of this rank's m documents, and (m,) int64.
 
-        The numbers say which of the b·n tokens is the last one here of each document, row after row. The documents are
-        those of the context, also parts that go on behind this rank; their logits mean nothing.
+        The numbers are the indices, among the b·n tokens, of the last token here of each document, row after row. The
+        documents are those of the context. Logits of a document that continues behind this rank are meaningless.
         """
         pooled, last = pooled_documents(hidden, context, self.pooling, self.group)
         return F.linear(pooled, self.weight.to(pooled.dtype)), last
@@ -56,11 +56,11 @@ def pooled_documents(
     Args:
         hidden: (n / tensor, b, d).
         context: of the pass.
-        pooling: what of a document's tokens, on this rank and on those before.
+        pooling: of a document's tokens, on this rank and on earlier ones.
 
     Returns:
-        (m, d), fp32 or wider, and (m,) int64: which of the b·n tokens is the last one here of each, row after row.
-        Vectors of documents that go on behind this rank mean nothing.
+        (m, d), fp32 or wider, and (m,) int64: indices, among the b·n tokens, of the last token here of each, row after
+        row. Vectors of documents that continue behind this rank are meaningless.
     """
     if group.size() > 1:
         # All ranks go on alike: each takes the gradient of its own tokens.

@@ -74,7 +74,7 @@ def row_parallel(
 def tokens_of_channels(x: Tensor, group: dist.ProcessGroup, *, share: bool) -> Tensor:
     """(n, b, d / tensor), all tokens of some channels -> (n / tensor, b, d), some tokens of all.
 
-    share: whether tensor ranks share the tokens out; otherwise each gets all of them.
+    share: whether each tensor rank gets a share of the tokens; false: each gets all of them.
     """
     if group.size() == 1:
         return x
@@ -123,10 +123,10 @@ class GatedLinearUnit(MLP):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron's output layer, which with labels gives losses and never holds the logits.
+    """Megatron's output layer, which with labels returns losses and never holds the logits.
 
-    The losses are computed inside the module, because Megatron waits for the gathered weights of a module, and
-    begins to gather the next ones, when its forward is called.
+    The losses are computed inside the module: Megatron waits for the gathered weights of a module, and starts to gather
+    the next ones, in its forward.
     """
 
     def forward(
@@ -140,7 +140,7 @@ class OutputLayer(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden: (n / tensor, b, d) -> logits (n, b, V / tensor), or with labels (n, b) their losses (n, b).
 
-        loss_mask: (n, b), what each loss is multiplied by; None for 1.
+        loss_mask: (n, b), factor of each loss; None for 1.
         """
         if labels is None:
             logits, bias = super().forward(hidden, weight=weight)

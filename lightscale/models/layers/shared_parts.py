@@ -1,7 +1,7 @@
-"""What a model holds once because a mixer asks for it: the interface, and how layers read what is computed once.
+"""Parts that a model holds once because a mixer needs them: their interface, and the layers' access to their results.
 
-A mixer lists the specs of its parts in ``MixerSpec.shared``; counts and the planner know those alone, the language
-model these classes too. Two kinds differ by where they stand:
+A mixer lists the specs of its parts in ``MixerSpec.shared``. Counts and the planner use only the specs; the language
+model also uses these classes. Two kinds differ by their place:
 
 - an ``EmbeddingPart`` changes the embedded tokens, on the first pipeline stage only (TPE);
 - a ``StagePart`` gives a tensor that the layers read. Every pipeline stage holds a copy (HGRN2's lower bounds).
@@ -37,11 +37,11 @@ class SharedPart(MegatronModule, ABC):
         config: the model's Megatron configuration.
         model: the shape of the whole model.
         groups: Megatron's process groups.
-        stage: of the model's pipeline stages, virtual ones included, the one that this copy is for.
+        stage: number of this copy's pipeline stage, virtual ones included.
     """
 
     spec: ClassVar[type[PartSpec]]
-    """What is known of it without torch: its name and its parameters among it."""
+    """Its facts that need no torch, such as its name and its parameters."""
 
     def __init__(
         self, config: TransformerConfig, model: ModelConfig, groups: ProcessGroupCollection, *, stage: int
@@ -57,7 +57,7 @@ class SharedPart(MegatronModule, ABC):
     @staticmethod
     @abstractmethod
     def initial_values(model: ModelConfig) -> dict[str, DrawWeights]:
-        """What fills in each parameter of the spec, by its name."""
+        """Initializer of each parameter of the spec, by its name."""
 
     def _parameter(self, described: PartParameter, draw: DrawWeights, config: TransformerConfig) -> nn.Parameter:
         shape, dim = list(described.shape), described.split_dim
@@ -126,16 +126,16 @@ class StagePart(SharedPart):
 
     @abstractmethod
     def forward(self, context: SequenceContext) -> Tensor:
-        """What the layers find under the part's name in ``SequenceContext.shared``."""
+        """The tensor that layers read under the part's name in ``SequenceContext.shared``."""
 
 
 def for_all_layers(hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """``hidden`` as it enters the layers, and ``value`` for the layers to read, however they run.
+    """``hidden`` as it enters the layers, and ``value`` for the layers to read, with or without recomputation.
 
-    Layers whose activations are recomputed run a backward pass of their own each. Through ``value`` every one of them
-    would go on to what it was computed from, a second time, and hand a part of that gradient to its reduction. So
-    layers get a leaf, which collects their gradients, and the sum is passed on when ``hidden`` gets its own, behind
-    the last layer; it is zero where no layer read it.
+    Each layer with recomputed activations runs a separate backward pass. Through ``value`` every such pass would reach
+    the inputs of ``value`` again, and hand a partial gradient to its reduction. Layers therefore read a leaf, which
+    collects their gradients. The sum is passed on when ``hidden`` gets its gradient, behind the last layer. It is zero
+    if no layer reads the leaf.
     """
     # Autograd adds into the leaf's ``grad`` whatever the number and order of the layers' own backward passes.
     leaf = value.detach().requires_grad_(value.requires_grad)

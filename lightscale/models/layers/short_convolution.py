@@ -1,10 +1,10 @@
-"""A short causal convolution along the tokens, each channel by itself, and SiLU behind it.
+"""A short causal convolution along the tokens, separate for each channel, followed by SiLU.
 
     y_t[c] = silu(Σ_j w[c, W - 1 - j] x_{t-j}[c]),  j = 0 … W - 1 back to the document's first token
 
-(Mamba-2, arXiv 2405.21060, figure 6, which has it before queries, keys and values; weights stand in the order of
-PyTorch's ``Conv1d``, the token's own last.) What it reads before a segment of a row are W - 1 tokens: those of other
-sequence ranks (``parallel.sequence.begin_tail``), or of a state.
+(Mamba-2, arXiv 2405.21060, figure 6, which has it before queries, keys and values.) Weights stand in the order of
+PyTorch's ``Conv1d``, the token's own last. Before a segment of a row it reads W - 1 tokens: of other sequence ranks
+(``parallel.sequence.begin_tail``), or of a state.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class ConvolutionTail:
     They come from the sequence ranks before, or from the layer's state, beside its ``S``: ``tail`` (b, W - 1, c).
 
     Args:
-        inputs: (n, b, c) each, what the convolutions read of this rank's tokens.
+        inputs: (n, b, c) each, this rank's inputs of the convolutions.
         width: W.
         context: of the pass.
         state_name: of the layer.
@@ -70,7 +70,7 @@ class ConvolutionTail:
         self._within = context
 
     def arrive(self) -> tuple[SequenceContext, tuple[Tensor, ...]]:
-        """A context whose states are ``S`` alone, and what is before each of the inputs (W - 1, b, c)."""
+        """A context whose states are ``S`` alone, and the tokens before each of the inputs (W - 1, b, c)."""
         if self._wait is not None:
             self._before = self._wait()
         elif self._context.states is not None:
@@ -85,7 +85,7 @@ class ConvolutionTail:
         return self._within, self._before.split(self._widths, dim=-1)
 
     def leave(self) -> None:
-        """Put what the next call reads beside the ``S`` that the operator has left."""
+        """Store the tail for the next call beside the ``S`` that the operator has left."""
         if self._context.states is None or self._within.states is None:
             return
         left = self._within.states[self._name]

@@ -1,4 +1,4 @@
-"""The states that layers keep from one call to the next, and checks of those that come from elsewhere."""
+"""The states that layers keep from one call to the next, and checks of states from a caller."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,7 +19,7 @@ def incoming_state(
     Args:
         context: holds the states.
         name: of the layer's state among them.
-        shapes, dtype: what the state must be.
+        shapes, dtype: expected ones of the state.
         empty: the value of each tensor where a row begins a document here; 0 unless named.
 
     Raises:
@@ -52,11 +52,11 @@ def going_on(
     Args:
         context: holds the states.
         name: of the layer's state among them.
-        shape, dtype: what ``S`` must be.
+        shape, dtype: expected ones of ``S``.
         num_tokens: n.
         step: of the state, for one token: (b, h, v) and the next state. By the recurrence, at a cost that does not
             depend on the token's position.
-        chunks: of the state, None where there is none, for more: outputs and the next state. Of a prompt or its next
+        chunks: of the state (None: no state), for several tokens: outputs and the next state. For a prompt or its next
             part, at the cost of training's forward pass.
     """
     assert context.states is not None, "rows are whole here"
@@ -74,7 +74,7 @@ def going_on(
 
 
 def check_state(name: str, state: MixerState, shapes: Shapes, dtype: torch.dtype) -> None:
-    """UserError unless ``state`` has the tensors of ``shapes`` in ``dtype``; the message names what it must be."""
+    """Raise UserError unless ``state`` has the tensors of ``shapes`` in ``dtype``; the message names both."""
     if state.keys() != shapes.keys():
         raise UserError(f"the state of {name} must hold {', '.join(shapes)}, got {', '.join(state) or 'nothing'}")
     for key, shape in shapes.items():

@@ -3,7 +3,7 @@
     q, k = φ(x W_q), φ(x W_k);  v = x W_v;  S_t = a_t S_{t-1} + g_t k_t [v_t, 1]ᵀ;  [y_t, z_t] = S_tᵀ q_t
     out = W_o concat y_t / (z_t + ε),  or  W_o norm(concat y_t),  or  W_o (norm(concat y_t) * sigmoid(x W_down W_up))
 
-The options name the decays a and what else differs; without ``scale`` there is neither the column of ones nor z.
+The options select the decays a and other differences; without ``scale`` there is neither the column of ones nor z.
 
 ``decay``   sigmoid: a = σ(w·x + b), g = 1, or 1 - a with ``input_gate`` (LION-S, arXiv 2502.16249, section 3 and
             equation 8: the gate of the token that is entered; Gated RFA, its equation 135);
@@ -13,9 +13,9 @@ The options name the decays a and what else differs; without ``scale`` there is 
 ``positions``  rope: RetNet's rotations (its equation 5; without xPos's growth, which γ takes up); lrpe: learned angles.
 ``short_convolution``  before queries, keys and values, silu behind it (``layers/short_convolution.py``).
 
-Of RetNet this has neither the norm per head nor the full-rank swish gate, of Mamba-2 neither the heads that share B
-and C nor the skip D x nor the wider values: norm and gate are those of the other mixers here. Queries are not divided
-by √k, which the norm and the division by z both take out.
+Differences from RetNet: no norm per head and no full-rank swish gate. Differences from Mamba-2: no heads that share B
+and C, no skip D x and no wider values. Norm and gate are those of the other mixers here. Queries are not divided by √k,
+because the norm and the division by z both remove that factor.
 """
 
 import math

@@ -74,8 +74,12 @@ class Mixer(MegatronModule, ABC):
         **_: object,
     ) -> tuple[Tensor, None]:
         """Megatron's calling convention: the context comes as ``packed_seq_params``, and there is no bias."""
+        return self._mix_normed(hidden_states, packed_seq_params), None
+
+    def _mix_normed(self, hidden_states: Tensor | tuple[Tensor, Tensor], context: SequenceContext) -> Tensor:
+        """``mix`` of the output of the block's norm."""
         assert not isinstance(hidden_states, tuple), "only gated mixers read their input twice"
-        return self.mix(hidden_states, packed_seq_params), None
+        return self.mix(hidden_states, context)
 
     def _heads(self, projection: nn.Module, x: Tensor, parts: int = 1) -> list[Tensor]:
         """(n / tensor, b, d) -> ``parts`` of (b, n, h, k), by a projection whose rows are ordered head by head."""
@@ -102,10 +106,10 @@ class GatedMixer(Mixer):
 
     out = W_o (norm(concat o) * sigmoid(x W_down W_up))
 
-    (Options change what x of the gate is, its rank, and whether there is a norm and W_o.)
+    (Options change the input of the gate, its rank, and whether there is a norm and W_o.)
 
-    Keys and values come first: what they write to the state travels to other sequence ranks while the queries and the
-    gate are computed. Hence two projections (with tensor ranks the input is gathered for each of them).
+    Keys and values come first: their summary travels to other sequence ranks while the queries and the gate are
+    computed. Hence two projections (with tensor ranks the input is gathered for each of them).
 
     Its spec is a ``GatedMixerSpec``.
     """
@@ -132,20 +136,13 @@ class GatedMixer(Mixer):
     def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d).
 
-        ``raw``: x before the block's norm, from which the gate is made where ``gate_input`` says so; None: from x.
+        ``raw``: x before the block's norm, the input of the gate with ``gate_input = "raw"``; None: the input is x.
         """
 
-    def forward(
-        self,
-        hidden_states: Tensor | tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        *,
-        packed_seq_params: SequenceContext,
-        **_: object,
-    ) -> tuple[Tensor, None]:
-        """As ``Mixer.forward``; two tensors come from a norm that hands on its input (``layers/norms.py``)."""
+    def _mix_normed(self, hidden_states: Tensor | tuple[Tensor, Tensor], context: SequenceContext) -> Tensor:
+        # Two tensors come from a norm that hands on its input (``layers/norms.py``).
         x, raw = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
-        return self.mix(x, packed_seq_params, raw), None
+        return self.mix(x, context, raw)
 
     def _gate(self, x: Tensor) -> Tensor:
         """x: (n / tensor, b, d), the gate's input -> (n, b, h v), before the sigmoid."""

@@ -5,9 +5,9 @@
 
 (LightNet, arXiv 2405.21022, equation 7.) With ``causal`` = false all tokens of a document read its last state, which
 takes one scan (equation 8). The angles of LRPE are fixed, or learned. The model adds a Toeplitz positional encoding
-after the embedding, in one direction whatever the mixer reads, as the paper has it. Options take away what its ablation
-(tables 1, 5, 6, 7 and 8) takes away; without decay it is S_t = S_{t-1} + LRPE(silu(k_t)) v_tᵀ, and with weights of
-their own for key and decay ("no share", section 5.3)
+after the embedding. As in the paper, its direction is the same for both kinds of mixer. Options give the variants of
+the ablation (tables 1, 5, 6, 7 and 8). Without decay: S_t = S_{t-1} + LRPE(silu(k_t)) v_tᵀ. With separate weights for
+key and decay ("no share", section 5.3):
 
     δ = x W_down' W_up';  z_t = logaddexp(z_{t-1}, δ_t);  S_t = diag(e^{z_{t-1} - z_t}) S_{t-1} + LRPE(silu(k_t)) v_tᵀ
 """

@@ -4,9 +4,9 @@
     M_ij = the product of the decays between the tokens i and j, 1 on the diagonal
 
 (arXiv 2502.16249, equations 20 to 25.) LION-LIT has no decay, LION-RetNet a fixed one per head, and LION-S one per head
-and token, a = σ(x W_a + b). The scaling comes after the mask, and ε is added once, when both directions and all
-sequence ranks have been added up. Neither positions nor an output gate: decays say where a token is. By an option
-LION-S has a decay for each value channel (C.7, equation 136), and then as many sums.
+and token, a = σ(x W_a + b). The scaling comes after the mask, and ε is added once to the sum over both directions and
+all sequence ranks. There are neither positions nor an output gate, because decays encode positions. By an option LION-S
+has a decay for each value channel (C.7, equation 136), and then as many sums.
 """
 
 import functools
@@ -72,7 +72,7 @@ def retnet_log_decays(num_heads: int) -> Tensor:
 
 
 class LionLIT(Mixer):
-    """(n / tensor, b, d) -> (n / tensor, b, d), without decays; what LION's mixers share is here."""
+    """(n / tensor, b, d) -> (n / tensor, b, d), without decays; base class of LION's mixers."""
 
     vector_decay = False
     """Whether decays are of value channels."""

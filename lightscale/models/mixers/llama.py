@@ -1,4 +1,4 @@
-"""LLaMA's token mixer, the softmax baseline: attention with rotary positions, causal unless the options say otherwise.
+"""LLaMA's token mixer, the softmax baseline: attention with rotary positions, causal by default.
 
     q, k = RoPE(x W_q), RoPE(x W_k);  v = x W_v;  o_t = Σ_{s ≤ t} softmax(q_t·k_s / sqrt(head_dim)) v_s
 

@@ -3,13 +3,13 @@
     a = W_a x + c;  b = W_b x;  o_t = Σ_{s ≤ t} ψ(LN(a_t + b_s));  out = W_o LN(o_t) + c_o
 
 ("Linear-Time Sequence Modeling with MLPs", equations 5 and 7, norms of sections 3.3 and 3.4; BiRN, equation 4, sums
-over the whole document.) In the linear form ψ = exp and each side has a norm of its own, LN(a_t) + LN(b_s), so that
+over the whole document.) In the linear form ψ = exp, and each side has a separate norm, LN(a_t) + LN(b_s). Hence
 o_t = exp(a_t + z_t) with z_t = log Σ_s e^{b_s}: a state of one number per channel. The quadratic form is the printed
-one, with any ψ, whose state is all b. LN has no weights.
+one, with any ψ; its state is all b. LN has no weights.
 
-The norm of o takes out every factor that all channels share: neither the divisor 1 / t nor the maximum that is taken
-off before exp is seen behind it (exactly for ε = 0; otherwise ε is relative to the largest channel, which is held fixed
-in the gradient, as in the paper's figure 8).
+The norm of o removes every factor that all channels share, such as the divisor 1 / t and the maximum that is subtracted
+before exp. This is exact for ε = 0. Otherwise ε is relative to the largest channel, which is held fixed in the
+gradient, as in the paper's figure 8.
 """
 
 import functools

@@ -1,1 +1,1 @@
-"""What is known of mixers and shared parts before they are built. Nothing here imports torch."""
+"""Facts about mixers and shared parts before they are built, without torch."""

@@ -84,14 +84,14 @@ def check_decay_attention(model: ModelConfig) -> None:
 
 
 class DecayAttentionSpec(MixerSpec):
-    """Four projections; decays, gate, convolution and angles as the options say."""
+    """Four projections; decays, gate, convolution and angles by option."""
 
     operator = "lightning"
     whole_on_tensor_ranks = frozenset({"gate_down.weight"})
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections, and what the options add."""
+        """Projections, and the parts that options add."""
         own, d, h = decay_attention_options(model, layer), model.hidden_size, model.num_heads
         shapes: Shapes = {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
         if own.decay in ("sigmoid", "softplus"):
@@ -137,12 +137,12 @@ class DecayAttentionSpec(MixerSpec):
 
     @staticmethod
     def norms_output(model: ModelConfig, layer: int) -> bool:
-        """As the options say."""
+        """Whether a norm follows the operator, by ``output``."""
         return decay_attention_options(model, layer).output != "plain"
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """Log decays of tokens, and what they were made of."""
+        """Log decays of tokens, and their inputs."""
         return 3 * model.num_heads * (decay_attention_options(model, layer).decay in ("sigmoid", "softplus"))
 
     @staticmethod

@@ -95,7 +95,7 @@ class DeltaNetSpec(MixerSpec):
 
     @classmethod
     def roles(cls, model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
-        """Rows stand by heads of keys: what is written, k, v, β and decays together; what reads, q and gate."""
+        """Rows are ordered by heads of keys: written tensors (k, v, β, decays) together, and q with the gate."""
         s = delta_sizes(model, layer)
         of_values = [("v", s.groups * s.value_width), ("beta", s.groups)]
         written = [("k", s.key_width), *of_values, *([("forget", s.groups)] if cls.decay == "head" else [])]
@@ -142,7 +142,7 @@ class DeltaNetSpec(MixerSpec):
 
     @classmethod
     def fp32_values(cls, model: ModelConfig, layer: int) -> int:
-        """β, log decays and what they were made of, and what the norms of queries, keys and outputs divide by."""
+        """β, log decays and their inputs, and the divisors of the norms of queries, keys and outputs."""
         s = delta_sizes(model, layer)
         decays = {"none": 0, "head": 3, "channel": 3 * s.key_width}[cls.decay]
         return s.value_heads * (2 + decays) + 2 * s.heads

@@ -1,4 +1,4 @@
-"""What the mixers with a low-rank output gate have in common."""
+"""Common base of the mixers with a low-rank output gate."""
 
 from math import prod
 from typing import ClassVar

@@ -21,7 +21,7 @@ class PartParameter:
     shape: tuple[int, ...]
     """Unsplit."""
     term: str
-    """What it counts as in ``lightscale plan``."""
+    """Its term in the counts of ``lightscale plan``."""
     split_dim: int | None = None
     """The dim that tensor ranks share out; None: each of them holds the whole parameter."""
     keep_wide: bool = False
@@ -32,7 +32,7 @@ class PartParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class PartExchange:
-    """What a part contributes to an exchange along the sequence: fp32 numbers per row, of all tensor ranks."""
+    """Values that a part sends in an exchange along the sequence: fp32 numbers per row, of all tensor ranks."""
 
     channels: int
     """By which the state is shared out, over tensor ranks and for some ways of exchange."""
@@ -106,13 +106,13 @@ class MixerSpec(ABC):
     """A token mixer. Its class is named beside it, in a ``MixerEntry`` (``lightscale.config.mixers``)."""
 
     operator: ClassVar[str]
-    """What computes it, as ``kernels.operators`` describes it."""
+    """Name of its operator in ``kernels.operators``."""
 
     shared: ClassVar[tuple[type[PartSpec], ...]] = ()
-    """What the model holds once for all layers of this kind."""
+    """Parts that the model holds once for all layers of this kind."""
 
     activated: ClassVar[int] = 2
-    """Of queries and keys, those that are kept for the backward pass once more, behind an activation."""
+    """Number of queries and keys (0 to 2) that the backward pass keeps also behind an activation."""
 
     @classmethod
     def layer_operator(cls, model: ModelConfig, layer: int) -> str:
@@ -136,9 +136,9 @@ class MixerSpec(ABC):
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
         """Roles of the parameters of layer ``layer`` (from 0); a mixer that replaces another keeps weights by role.
 
-        ``q``, ``k``, ``v`` and ``o`` are the projections to queries, keys and values and that of the output, ``forget``
-        the one to decays, ``gate_down`` and ``gate_up`` those of the output's gate, ``angles`` LRPE's. A mixer can
-        define other roles. Parameters without a role are initialized again. Roles do not share rows.
+        ``q``, ``k`` and ``v`` are the projections to queries, keys and values, ``o`` that of the output. ``forget`` is
+        the projection to decays, ``gate_down`` and ``gate_up`` belong to the output gate, ``angles`` to LRPE. A mixer
+        can define other roles. Parameters without a role are initialized again. Roles do not share rows.
         """
         return {}
 
@@ -156,14 +156,14 @@ class MixerSpec(ABC):
     def kept_values(model: ModelConfig, layer: int) -> int | None:
         """Numbers per token that the mixer keeps for its backward pass in the precision of the weights.
 
-        None: what it projects, activated queries and keys, its output, and that behind the norm, and
+        None: its projections, activated queries and keys, its output before and behind the norm, and
         ``more_kept_values``.
         """
         return None
 
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:
-        """Numbers per token, in the weights' precision, kept for the backward pass beside what most mixers keep."""
+        """Further numbers per token, in the weights' precision, that the mixer keeps for the backward pass."""
         return 0
 
     @staticmethod
@@ -195,7 +195,8 @@ class MixerSpec(ABC):
     def tail_values(model: ModelConfig, layer: int) -> int:
         """Numbers per row, in the weights' precision, that each sequence rank contributes of its last tokens.
 
-        For what looks back a few tokens beside the state, such as a short convolution; as many come back. 0: none.
+        For operators that read a few earlier tokens beside the state, such as a short convolution. As many numbers come
+        back. 0: none.
         """
         return 0
 

@@ -12,7 +12,7 @@ from lightscale.models.specs.tpe import TPESpec
 class LightNetSpec(GatedMixerSpec):
     """Every layer rotates queries and keys by fixed or learned angles, unless switched off, which doubles their width.
 
-    Decays with weights of their own have an exchange of their own too, of log-sums, and the operator ``gla``.
+    Decays with separate weights have a separate exchange too, of log-sums, and the operator ``gla``.
     """
 
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"gate_down.weight", "decay_down.weight"})
@@ -88,19 +88,19 @@ class LightNetSpec(GatedMixerSpec):
 
     @staticmethod
     def num_exchanges(model: ModelConfig, layer: int) -> int:
-        """Two with a decay of its own."""
+        """Two with a separate decay."""
         return 1 if lightnet_options(model, layer).shared_decay else 2
 
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:
-        """With a decay of its own: what it is made of, and queries and keys as they are spread."""
+        """With a separate decay: its inputs, and the rotated queries and keys."""
         if lightnet_options(model, layer).shared_decay:
             return 0
         return model.hidden_size + model.head_dim + 2 * model.num_heads * _key_width(model, layer)
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """With a decay of its own: its logits, their sums, what goes into a log sigmoid, and the phases."""
+        """With a separate decay: its logits, their sums, the inputs of a log sigmoid, and the phases."""
         if lightnet_options(model, layer).shared_decay:
             return 0
         return 5 * model.hidden_size

@@ -97,14 +97,14 @@ class LionSSpec(LionLITSpec):
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
-        """With the log decays, and what they were made of."""
+        """With the log decays, and their inputs."""
         if lion_s_options(model, layer).vector_decay:
             return model.hidden_size * (lion_options(model, layer).scale + 3)
         return LionLITSpec.fp32_values(model, layer) + 3 * model.num_heads
 
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:
-        """What the vector gate's decays were made of is kept in fp32, in place of what was projected."""
+        """The inputs of the vector gate's decays are kept in fp32, in place of their projections."""
         return -model.hidden_size if lion_s_options(model, layer).vector_decay else 0
 
     @staticmethod

@@ -59,7 +59,7 @@ class LightNetOptions(GatedMixerOptions):
     """Additive decay; false: silu on the keys and plain sums, the paper's "w/o Decay"."""
     shared_decay: bool = True
     """Whether keys and decays have the same weights; false: "LightNet no share", with silu on the keys and the decays
-    by two matrices through head_dim channels (printed counts say about 6M more of 379M)."""
+    by two matrices through head_dim channels (printed counts imply about 6M more of 379M)."""
     lrpe: bool = True
     """Whether queries and keys are rotated by angles, fixed ones unless learned_angles; false: "w/o LRPE"."""
     learned_angles: bool = False
@@ -173,8 +173,8 @@ class RelationOptions(Section):
             )
         if self.form == "quadratic" and self.activation == "exp" and self.pre_norm in ("approximate", "off"):
             raise ValueError(
-                f'pre_norm = "{self.pre_norm}" with form = "quadratic" and activation = "exp" is what form = "linear" '
-                'computes, without overflow; use form = "linear", or pre_norm = "exact"'
+                f'pre_norm = "{self.pre_norm}" with form = "quadratic" and activation = "exp": form = "linear" '
+                'computes the same without overflow; use form = "linear", or pre_norm = "exact"'
             )
         return self
 
@@ -192,7 +192,7 @@ class RopeScalingOptions(Section):
     rope_type: Literal["llama3"] = "llama3"
     """llama3: scaling of Llama 3.1; waves with few turns in the first length are slowed down by the factor."""
     factor: Positive
-    """By how much the slowest waves are slowed down."""
+    """Factor by which the slowest waves are slowed down."""
     low_freq_factor: Positive
     """Waves with fewer turns in the first length are slowed down by the full factor."""
     high_freq_factor: Positive

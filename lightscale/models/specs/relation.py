@@ -63,7 +63,7 @@ class CausalRNSpec(MixerSpec):
 
     @staticmethod
     def kept_values(model: ModelConfig, layer: int) -> int:
-        """What enters the output projection; of the quadratic form both sides, too."""
+        """The input of the output projection; of the quadratic form also both sides."""
         return (1 if relation_options(model, layer).form == "linear" else 3) * hidden_width(model, layer)
 
     @staticmethod
@@ -84,7 +84,7 @@ class CausalRNSpec(MixerSpec):
 
     @staticmethod
     def state_heads(model: ModelConfig, layer: int) -> int:
-        """Every channel is a state by itself."""
+        """Every channel is a separate state."""
         return hidden_width(model, layer)
 
     @staticmethod

@@ -7,11 +7,11 @@ from lightscale.kernels.operators import get_operator
 from lightscale.models.specs.interface import EmbeddingPartSpec, PartExchange, PartParameter
 
 DECAYS_TERM = "TPE decays"
-"""What the decays count as."""
+"""Term of the decays in counts of parameters."""
 
 
 class TPESpec(EmbeddingPartSpec):
-    """Modes for each channel, head_dim of them unless ``model.tpe.modes`` says otherwise."""
+    """Modes for each channel: ``model.tpe.modes``, by default head_dim."""
 
     name = "tpe"
     implementation = "lightscale.models.layers.tpe:TPE"

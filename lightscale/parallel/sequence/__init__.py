@@ -1,7 +1,7 @@
 """Sequence parallelism: every rank holds a segment of each sequence, and only states travel between ranks.
 
-What a segment does to the state that enters it is summed up in a small summary (``algebra``). Ranks exchange
-summaries (``exchange``) while they compute what does not depend on others (``passing``); each operator gives its passes
+A small summary describes the effect of a segment on the state that enters it (``algebra``). Ranks exchange summaries
+(``exchange``) while they compute results that need no other rank (``passing``). Each operator has its passes
 (``scans``). Softmax attention gathers its keys and values instead (``keys_values``). (LASP, arXiv 2404.02882; LASP-2,
 arXiv 2502.07563; both without document boundaries.)
 """

@@ -1,13 +1,13 @@
-"""How segments of a row act on the state that enters them: the algebra that all mixers and exchanges share.
+"""Effect of a segment of a row on the state that enters it: the algebra that all mixers and exchanges share.
 
-A segment is summed up by a few tensors, its summary. Summaries can be combined, in order and in any grouping, so that
-any exchange may gather, chain or nest them; and they are applied to a state. Backward, what a segment's own outputs
-read from the incoming state, and the cotangent of the outgoing one, give the cotangent of the incoming one, by what
-the forward pass knows: the transition of the segment. That is a decay of each channel, or a matrix (``Affine``).
+A few tensors describe a segment: its summary. Summaries are combined, in order and in any grouping, so that any
+exchange may gather, chain or nest them. They are then applied to a state. The backward pass needs two cotangents: of
+the incoming state by the segment's own outputs (its reads), and of the outgoing state. Together they give the cotangent
+of the incoming state by the transition of the segment: a decay of each channel, or a matrix (``Affine``).
 
 Summaries, states and cotangents are tuples of tensors of one dtype, with rows (B) first and heads or channels second.
-A document that begins inside a segment cuts it: nothing passes. What must not pass is replaced, not multiplied by zero,
-so that an overflow elsewhere cannot arrive as NaN.
+A document that begins inside a segment cuts it: no state passes. Such a state is replaced, not multiplied by zero, so
+that an overflow elsewhere cannot arrive as NaN.
 """
 
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ class Algebra(ABC):
 
     @abstractmethod
     def transition(self, summary: Tensors, state: Tensors) -> Tensor:
-        """What the segment does to ``state``: the share of each channel that is left, or the matrix that is applied."""
+        """Effect of the segment on ``state``: the remaining share of each channel, or the matrix that is applied."""
 
     @abstractmethod
     def adjoint(self, transition: Tensor, reads: Tensors, cotangent: Tensors) -> Tensors:
@@ -61,12 +61,12 @@ class Algebra(ABC):
     def fold(self, segments: Tensors, state: Tensors | None, end: int) -> tuple[Tensors, Tensor]:
         """``apply`` of the first ``end`` of N segments in turn, and ``transition`` of each of all N, for ``fold_back``.
 
-        That is what enters segment ``end``: a suffix is folded from the last segment down to the one behind it.
+        This state enters segment ``end``: a suffix is folded from the last segment down to the one behind it.
         On GPUs as many launches for any N, but for ``Affine``. The same order on every rank gives the same bits.
 
         Args:
             segments: their summaries, stacked: (N, …) each.
-            state: what enters the first one; ``empty`` when None.
+            state: the state that enters the first one; ``empty`` when None.
 
         Returns:
             The state, and the transitions (N, …), which hold nothing else in memory.
@@ -84,7 +84,7 @@ class Algebra(ABC):
 
         Args:
             transitions: (N, …), of ``fold``.
-            reads: stacked likewise.
+            reads: (N, …), stacked in the same order.
             cotangent: of the state that leaves the last segment; zero when None.
             rank: give the cotangent of the state that leaves this segment; by default of the one that enters them all.
         """
@@ -92,7 +92,7 @@ class Algebra(ABC):
     def directions(self, tensors: Tensors) -> list[tuple["Algebra", Tensors, bool]]:
         """A summary, or cotangents, by the directions in which states pass: to the right, or reversed to the left.
 
-        With the algebra of each, for what goes from rank to rank.
+        Each with the algebra of the tensors that go from rank to rank.
         """
         return [(self, tensors, False)]
 
@@ -103,7 +103,7 @@ class Diagonal(Algebra):
     Summary (*S_loc, D), one S_loc for each direction, D broadcast to them; states and cotangents (*S,).
 
     Args:
-        reverse: of each direction, whether what enters a segment comes from behind it: (False,) for a prefix,
+        reverse: of each direction, whether the state that enters a segment comes from behind it: (False,) for a prefix,
             (True,) for a suffix, (False, True) for both, which share the decays.
     """
 
@@ -290,13 +290,13 @@ class LogSumExp(Algebra):
 
 
 class WholeDocuments(Algebra):
-    """States of documents whose tokens read all of them: what comes from either side is added to the segment's own.
+    """States of documents whose tokens read the whole document: states from both sides are added to the segment's own.
 
-    The last tensor of a summary is 0 where a document begins; what travels back are sums. In one direction for what a
-    ring hands on.
+    The last tensor of a summary is 0 where a document begins. Cotangents travel as sums. The tensors that a ring passes
+    on have one direction.
 
     Args:
-        reverse: of each direction, whether what enters a segment comes from behind it.
+        reverse: of each direction, whether the state that enters a segment comes from behind it.
     """
 
     def __init__(self, reverse: tuple[bool, ...] = (False, True)) -> None:
@@ -328,8 +328,10 @@ class WholeDocuments(Algebra):
 
 
 class WholeLogSumExp(WholeDocuments):
-    """Averages as those of ``LogSumExp``, of documents whose tokens read all of them: what comes from either side is
-    merged with the segment's own, and what travels back are sums, because each token's weight is of the whole document.
+    """Averages as those of ``LogSumExp``, of documents whose tokens read the whole document.
+
+    States from both sides are merged with the segment's own. Cotangents travel as sums, because the weight of each
+    token is relative to the whole document.
 
     Summary (z, S of each direction, through), states (z, S of each), cotangents (U of each), those of S.
     """

@@ -1,12 +1,12 @@
-"""Exchanges: how the state that enters each sequence rank's segment comes about, three ways with one result.
+"""Exchanges: three ways to compute the state that enters each sequence rank's segment, with one result.
 
-``gather``     every rank gets all summaries and folds those before its own: one collective per direction.
+``gather``     every rank gets all summaries and folds the earlier ones: one collective per direction.
 ``two_level``  the same inside each node, then between nodes with the nodes' combined summaries, each rank taking a
-               share of the heads: what crosses the network is as many times less as a node has ranks.
+               share of the heads: this divides the bytes between nodes by the ranks per node.
 ``ring``       from rank to rank, as in LASP (arXiv 2404.02882), without the local work on the chain.
 
 Payloads do not depend on the length of the sequence. States are fp32 or wider. Every rank must issue the same exchanges
-in the same order. They run beside the computation: on a stream of their own, on CPUs on a thread.
+in the same order. Exchanges overlap the computation: on a separate stream, on CPUs on a thread.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ class StateExchange(ABC):
 
     @abstractmethod
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:
-        """The state that enters this rank's segment, and what ``backward`` needs (small: no states)."""
+        """The state that enters this rank's segment, and the tensors for ``backward`` (small: no states)."""
 
     @abstractmethod
     def backward(self, algebra: Algebra, kept: Tensors, reads: Tensors) -> Tensors:
@@ -74,7 +74,7 @@ class StateExchange(ABC):
 class Gather(StateExchange):
     """One all-gather per direction. Kept are the transitions of all segments.
 
-    Every rank folds for itself what it received: more work on each, but none waits for another's sums as in ``Ring``.
+    Every rank folds the received summaries itself: more work on each, but none waits for another's sums as in ``Ring``.
     """
 
     def forward(self, algebra: Algebra, summary: Tensors) -> tuple[Tensors, Tensors]:

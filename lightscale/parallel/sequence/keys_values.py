@@ -1,6 +1,6 @@
 """Softmax attention has no state smaller than the keys and values themselves: they are gathered.
 
-The payload grows with the length of the sequence, which is what the other mixers avoid.
+The payload grows with the length of the sequence; the other mixers avoid this.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""States that are the log of a sum and nothing else (CausalRN, BiRN): what segments of a row do to them.
+"""States that are only the log of a sum (CausalRN, BiRN): the effect of segments of a row on them.
 
 Sums add up, and a token's share of a sum is known where the sum is: backward only the cotangents of sums travel.
 """
@@ -60,7 +60,7 @@ class LogSum(Algebra):
 
 
 class WholeLogSum(WholeDocuments):
-    """The same of documents whose tokens read all of them: what comes from either side is added to the segment's own.
+    """The same for documents whose tokens read the whole document: states from both sides add to the segment's own.
 
     Summary (z of each direction, through), states and cotangents one tensor for each.
     """

@@ -1,7 +1,7 @@
-"""State passing as one differentiable operation: begun when keys and values are there, finished when queries are.
+"""State passing as one differentiable operation: it begins with keys and values, and ends with queries.
 
-Forward: summary ▸ exchange ∥ (queries, gates) ▸ outputs from the state that came in. Backward: what the outputs read of
-that state ▸ exchange ∥ the gradients that do not need the outgoing state's cotangent ▸ the others.
+Forward: summary ▸ exchange ∥ (queries, gates) ▸ outputs from the incoming state. Backward: cotangent of the incoming
+state by the outputs ▸ exchange ∥ gradients without the outgoing state's cotangent ▸ the other gradients.
 """
 
 from collections import defaultdict, deque
@@ -20,7 +20,7 @@ from lightscale.parallel.sequence.scans import Scan
 
 @dataclass(frozen=True, kw_only=True)
 class Incoming:
-    """What came in for a layer, kept for its recomputation and its backward pass."""
+    """The incoming state of a layer, kept for its recomputation and its backward pass."""
 
     state: Tensors
     kept: Tensors
@@ -39,7 +39,7 @@ class Replay(defaultdict[str, deque[Incoming]]):
     def __init__(self, layers: Iterable[str]) -> None:
         super().__init__(deque)
         self.layers = frozenset(layers)
-        """Those that are recomputed."""
+        """Recomputed layers."""
 
 
 def begin(
@@ -51,7 +51,7 @@ def begin(
 
     Args:
         written: the scan's inputs that do not read the state.
-        name: of the layer; what ``replay`` keeps its states under.
+        name: of the layer; ``replay`` keeps its states under it.
         replay: for a layer whose activations are recomputed.
 
     Returns:

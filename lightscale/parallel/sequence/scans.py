@@ -1,8 +1,8 @@
 """The operators in the passes that sequence parallelism needs: before, during and after an exchange.
 
-Inputs come in two parts. What is written to the state (keys, values, decays) is known first and summed up, and the
-exchange begins; what reads it (queries) may be computed meanwhile. Backward the exchange runs beside the gradients that
-do not need the cotangent of the state that leaves.
+Inputs come in two parts. Written inputs (keys, values, decays) come first; their summary starts the exchange. Reading
+inputs (queries) are computed during the exchange. In the backward pass the exchange overlaps the gradients that do not
+need the cotangent of the outgoing state.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ from lightscale.parallel.sequence.algebra import (
 from lightscale.parallel.sequence.log_sums import LOG_SUM, WHOLE_LOG_SUM
 
 Inputs = tuple[Any, ...]
-"""Tensors, some of them optional; each scan says which."""
+"""Tensors, some of them optional; each scan lists its own."""
 
 _ALGEBRAS = {
     (StateAlgebra.DIAGONAL, StateScope.PREFIX): DIAGONAL,
@@ -57,7 +57,7 @@ def algebra_of(operator: str) -> Algebra:
 
 @dataclass(frozen=True, kw_only=True)
 class Scan(ABC):
-    """An operator on the tokens of this rank. ``inputs`` are what is written, then what reads; each scan lists them.
+    """An operator on the tokens of this rank. ``inputs``: written, then reading tensors; each scan lists them.
 
     continues: (B,) bool, whether a row's first token continues the document of the rank before. cu_seqlens: (N + 1,)
     document boundaries over the flattened tokens of this rank, every row start included; None for none.
@@ -70,11 +70,11 @@ class Scan(ABC):
 
     @abstractmethod
     def summarize(self, written: Inputs) -> Tensors:
-        """What this rank's segment does to a state: a summary of the algebra."""
+        """The effect of this rank's segment on a state: a summary of the algebra."""
 
     @abstractmethod
     def entering(self, state: Tensors) -> Tensors:
-        """The state that the row's first token meets, from the one that the ranks before leave."""
+        """The state before the row's first token, from the outgoing state of the ranks before."""
 
     @abstractmethod
     def outputs(self, inputs: Inputs, state: Tensors) -> Tensor | Tensors:
@@ -303,8 +303,8 @@ class LightNetScan(Scan):
 class LightNetWholeScan(Scan):
     """Additive decay over whole documents. Inputs are those of ``LightNetScan``.
 
-    States are what comes from before to each row's first document, and from behind to its last one: z and S of each.
-    Where no document begins in a segment, these are the same document.
+    States come from before to each row's first document, and from behind to its last one: z and S of each. If no
+    document begins in a segment, these are the same document.
 
     bounds: document boundaries as ``cu_seqlens``, on the host.
     """
@@ -355,7 +355,7 @@ class LightNetWholeScan(Scan):
 class LogSumScan(Scan):
     """Running log-sums. Written: b (B, T, D). Nothing reads: the outputs are the sums.
 
-    before: the outputs are the sums before each token instead; whoever reads them knows where documents begin.
+    before: the outputs are the sums before each token; the caller handles beginnings of documents.
     """
 
     before: bool = False
@@ -393,7 +393,7 @@ class LogSumScan(Scan):
 class LogSumWholeScan(Scan):
     """Log-sums over whole documents. Inputs are those of ``LogSumScan``, ``bounds`` those of ``LightNetWholeScan``.
 
-    States are what comes from before to each row's first document, and from behind to its last one.
+    States come from before to each row's first document, and from behind to its last one.
     """
 
     bounds: tuple[int, ...] | None = None

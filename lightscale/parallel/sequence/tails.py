@@ -1,7 +1,7 @@
-"""The last tokens before a segment: what a short convolution reads beyond a rank's own, and nothing else of them.
+"""The last tokens before a segment, which a short convolution reads beyond a rank's own.
 
 Each rank contributes as many of its last tokens as a convolution looks back, whatever the length of its segment; where
-segments are shorter than that, those before them count too. Backward the cotangents of what was read are gathered, and
+segments are shorter than that, those before them count too. Backward, the cotangents of these tokens are gathered, and
 each rank adds up those of its own tokens.
 """
 
@@ -32,7 +32,7 @@ def begin_tail(
         exchange: the ranks that hold the other segments of these rows.
         lengths: tokens of every rank.
         size: at least 1.
-        name: of the layer; what ``replay`` keeps the tokens under.
+        name: of the layer; ``replay`` keeps the tokens under it.
         replay: for a layer whose activations are recomputed, which exchanges once (``passing.begin``).
     """
     places = [_before(rank, lengths, size) for rank in range(exchange.size)]

@@ -1,4 +1,4 @@
-"""Checkpoints as directories: their names, verification, retention, and what happens to damaged ones."""
+"""Checkpoints as directories: names, verification, retention, and the handling of damaged ones."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ WEIGHTS_PREFIX = "model."
 _NAME = re.compile(r"step-(\d{8})(-weights)?", re.ASCII)
 
 Contents = Literal["full", "weights"]
-"""What is in a checkpoint: everything that a run continues from, or its weights alone, which are never removed."""
+"""Content of a checkpoint: the whole state that a run continues from, or its weights alone, which are never removed."""
 
 
 class CheckpointName(NamedTuple):
@@ -61,7 +61,7 @@ def list_checkpoints(directory: Path) -> list[CheckpointName]:
 
 
 def list_steps(directory: Path, contents: Contents = "full") -> list[int]:
-    """The steps of those with ``contents``, oldest first. A run continues from full ones only."""
+    """The steps of the checkpoints with ``contents``, oldest first. A run continues from full ones only."""
     return [name.step for name in list_checkpoints(directory) if name.contents == contents]
 
 
@@ -126,7 +126,7 @@ def remove(directory: Path, steps: Sequence[int]) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove what is under the name ``path``, if anything: a directory with all that is in it, or a link itself."""
+    """Remove ``path`` if it exists: a directory with its content, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -3,9 +3,9 @@
     RUN/exports/step-00000100/                an export of RUN@100: whole, as it got its name last
     RUN/exports/step-00000100.HOST-PID.tmp/   while process PID of HOST writes it
 
-Which exports are missing is read from the disk: checkpoints of steps that are due, and no export of them. So a run that
-was killed makes them when it is resumed. One process at a time writes one export, with low priority and one
-thread; it reads the checkpoint's files and nothing of the ranks. One that fails is reported, and costs nothing else.
+The disk shows the missing exports: steps that are due and have a checkpoint, but no export. A resumed run therefore
+makes the exports that an earlier start left out. One process at a time writes one export, with low priority and one
+thread. It reads only the files of the checkpoint. A failed export is reported and does not affect the run.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 import psutil
@@ -60,7 +59,7 @@ def unexported(run: RunDirectory, every: int | None, steps: Collection[int]) -> 
 
 
 class Exports:
-    """Those of one run, written by the rank that has them; a context manager, which ends what is being written.
+    """The exports of one run, written by the rank that owns them; a context manager, which ends an export in progress.
 
     Args:
         directory: of the run.
@@ -81,9 +80,7 @@ class Exports:
             self._begin_next()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._current is not None:
             again = f"{self._run.path}@{self._current.step}"
             self._journal.say(f"the export of {again} is not finished: resume the run, or lightscale export {again}")
@@ -123,7 +120,7 @@ class Exports:
         self._begin_next()
 
     def go_back(self, step: int) -> None:
-        """The run continues after ``step``, with other weights than those that it had at later steps."""
+        """The run continues after ``step``; its weights of later steps are no longer valid."""
         if self._every is None:
             return
         if self._current is not None and self._current.step > step:

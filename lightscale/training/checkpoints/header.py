@@ -42,7 +42,7 @@ class Entry:
 
 
 def write_header(boxes: Sequence[tuple[Box, str]]) -> bytes:
-    """What stands before the bytes of ``boxes``, each with its number format, in this order and without gaps."""
+    """The header before the bytes of ``boxes``, each with its number format, in this order and without gaps."""
     header: dict[str, Any] = {"__metadata__": {"shapes": json.dumps({box.key: box.shape for box, _ in boxes})}}
     end = 0
     for box, dtype in boxes:
@@ -50,14 +50,14 @@ def write_header(boxes: Sequence[tuple[Box, str]]) -> bytes:
         name = f"{box.key}@{','.join(map(str, box.offset))}"
         header[name] = {"dtype": dtype, "shape": box.sizes, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    assert len(text) < _MOST_BYTES and len(boxes) <= _MOST_BOXES, "what is written must be read again"
+    assert len(text) < _MOST_BYTES and len(boxes) <= _MOST_BOXES, "the header exceeds the limits of its reader"
     # So that the data begins at a multiple of 8, the largest element size.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def read_header(path: Path) -> list[Entry]:
-    """The boxes of the file ``path``; ``DamagedCheckpoint`` where it is not what ``write_tensors`` writes."""
+    """The boxes of the file ``path``. Raises ``DamagedCheckpoint`` if ``write_tensors`` could not have written it."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(read_bytes(file, _LENGTH_BYTES, path), "little")

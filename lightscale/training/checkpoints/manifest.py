@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what makes a directory of files a checkpoint, and proves that they are unchanged.
+"""The manifest of a checkpoint: it makes a directory a checkpoint, and proves that its files are unchanged.
 
 A directory without a manifest, or whose files differ from it in size or content, is not a checkpoint. The manifest
 has its own hash, so that damage to it is noticed too.

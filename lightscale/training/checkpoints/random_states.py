@@ -11,7 +11,7 @@ from lightscale.training.checkpoints.reading import DamagedCheckpoint, shown
 
 
 def seed_generators(seed: int, rank: int) -> None:
-    """Give ``rank`` random streams of its own, which only ``seed`` and ``rank`` decide."""
+    """Give ``rank`` separate random streams, which only ``seed`` and ``rank`` decide."""
     # Seeded by text, so that no two pairs of seed and rank meet, as seed + rank would.
     own = random.Random(f"{seed} {rank}")
     random.seed(own.getrandbits(64))
@@ -36,7 +36,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set every generator to what ``random_states`` returned."""
+    """Set every generator to the states that ``random_states`` returned."""
     torch.set_rng_state(_tensor(states["torch"]))
     version, keys, gauss = states["python"]
     # JSON has made a list of it, which setstate does not take.

@@ -1,4 +1,4 @@
-"""The one way into a checkpoint: what is not exactly what lightscale writes is ``DamagedCheckpoint``, and nothing else.
+"""The only reader of checkpoints: any difference from the format that lightscale writes is ``DamagedCheckpoint``.
 
     manifest_of      MANIFEST.json, and a directory, no link, of the files that it, its layout and its name ask for
     check_files      every file is a regular one of its size and hash; random states have the generators' form
@@ -52,14 +52,14 @@ Headers = Mapping[str, list[header.Entry]]
 
 
 def contents_of(manifest: Manifest) -> Contents:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
     # Manifests from before there were others do not say what is in a full checkpoint.
     contents: Contents = manifest.facts.get("contents", "full")
     return contents
 
 
 def manifest_of(path: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint ``path``; ``DamagedCheckpoint`` where there is none, or not one of its name."""
+    """The manifest of the checkpoint ``path``. Raises ``DamagedCheckpoint`` if it is missing or has another name."""
     if path.is_symlink():
         raise DamagedCheckpoint(f"{path}: a symbolic link; use a real directory")
     manifest = read_manifest(path)
@@ -185,7 +185,7 @@ def read_state(path: Path, manifest: Manifest, parts: Collection[str] = ()) -> d
 
 
 def read_generators(file: Path) -> dict[str, Any]:
-    """The random states of a rank, ``rank-RRRRR.json``: types and lengths are those that the generators take."""
+    """The random states of a rank, ``rank-RRRRR.json``, with the types and lengths that the generators accept."""
     value = read_json(file, most_bytes=_MOST_RANK_BYTES)
     checked(schema.Generators, value, file)
     return value

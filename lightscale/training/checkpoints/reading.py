@@ -1,7 +1,7 @@
-"""Reading the small files of a checkpoint, which may be anything by now: JSON of a bounded size that says one thing.
+"""Reading the small, possibly damaged files of a checkpoint: JSON of bounded size without repeated keys.
 
 Plain ``json.loads`` takes the last of two equal keys, numbers that are none, and text nested as deep as the stack
-allows. Here each of these is damage, as is what the schema (``schema.py``) does not know.
+allows. Here each of these is damage, as is any content outside of the schema (``schema.py``).
 """
 
 import json
@@ -19,7 +19,7 @@ _MOST_DEPTH = 16
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not what its manifest records, or makes no sense; the message has file, expected, found."""
+    """A checkpoint that differs from its manifest or is invalid; the message has file, expected and found values."""
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -52,7 +52,7 @@ def read_bytes(file: BufferedReader, count: int, path: Path) -> bytes:
 
 
 def parse_object(text: bytes | str, path: Path) -> dict[str, Any]:
-    """The JSON object ``text``, of the file ``path``; ``DamagedCheckpoint`` where it is none, or says a thing twice."""
+    """The JSON object ``text`` of the file ``path``. Raises ``DamagedCheckpoint`` if it is none, or repeats a key."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_number)
         fault = None if _depth(value) <= _MOST_DEPTH else f"is nested more than {_MOST_DEPTH} deep"

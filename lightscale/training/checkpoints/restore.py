@@ -1,21 +1,21 @@
-"""Checkpoints: everything a run is at one step, committed by one rename.
+"""Checkpoints: the whole state of a run at one step, committed by one rename.
 
     checkpoints/step-00000100.tmp/    while it is being written
     checkpoints/step-00000100/        rank-RRRRR.safetensors    the shards of weights and moments that a rank owns
                                       rank-RRRRR.json           its random states
                                       state.json                counters and all other state, the same on every rank
-                                      MANIFEST.json             size and hash of every file, and what the run was
+                                      MANIFEST.json             size and hash of every file, and the facts of the run
     checkpoints/step-00000100-weights/    the weights alone, in the same form, without rank-RRRRR.json: to be evaluated
 
 ``saving.py`` writes them: every rank hashes and syncs its files, rank 0 gathers the records into the manifest,
 and the directory gets its name last. It is never written to again.
 
-Reading starts from what is on disk, newest first: a checkpoint is used only when every file is what the manifest says;
+Reading starts from the newest checkpoint on disk. A checkpoint is used only if every file matches its manifest;
 otherwise the next older one is. A damaged directory is renamed (step-00000100.bad) when its run continues without it,
 and never removed by the program. Nothing in a checkpoint is unpickled or executed.
 
-Any layout reads what any other has written: a shard says where in its whole tensor it lies (``tensor_file.py``), and a
-rank copies the overlaps of all stored shards with those that it needs.
+Any layout reads the checkpoints of any other. A shard stores its place in the whole tensor (``tensor_file.py``), and a
+rank copies the overlaps of all stored shards with its own.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -57,12 +57,12 @@ class NoGoodCheckpoint(UserError):
 
 
 class LostCheckpoints(NoGoodCheckpoint):
-    """There were checkpoints, says the run's record, and none is there now."""
+    """The record of the run lists checkpoints, and none exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What was read: the step, and the small state that was saved beside the tensors."""
+    """The restored step, and the small state that was saved beside the tensors."""
 
     step: int
     path: Path
@@ -93,7 +93,7 @@ class Checkpoints:
         mesh: every method is collective over its ranks.
         parts: of the state, which a checkpoint must have.
         tokens_per_step: of the whole run; None where it changed, or is not known.
-        has_own_embedding_std: of a tied embedding; what was drawn as two models is then no checkpoint to resume from.
+        has_own_embedding_std: of a tied embedding; checkpoints of runs that drew it as two models are then refused.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Checkpoints:
         allow: Collection[str] = (),
         conversion: Conversion | None = None,
     ) -> Restored | None:
-        """Read the newest whole checkpoint, or that of ``step``, into ``engine``; None when there is none at all.
+        """Read the newest intact checkpoint, or that of ``step``, into ``engine``; None if the run has no checkpoint.
 
         No tensor changes before every file is verified. Random states are restored when the layout is the one that
         saved them (no other state depends on the layout). Checkpoints of the weights alone are only read with

@@ -3,7 +3,7 @@
     contents_due -> save (begins it)    at the end of a step
     collect -> finish (records it)      at the end of each later step, until it is durable
 
-``saving.py`` writes; here is what a run does around it: events, metrics, heartbeats, and how many failures it accepts.
+``saving.py`` writes; this module adds events, metrics, heartbeats, and the limit of failures.
 """
 
 import time
@@ -73,7 +73,7 @@ class SavePolicy:
         """Why the last save was refused, if the state was not finite: the run must go back."""
 
     def contents_due(self, step: int, *, leaving: bool) -> tuple[Contents, ...]:
-        """What is to be saved after ``step``; ``leaving``: it is the last one."""
+        """The contents to save after ``step``; ``leaving``: it is the last one."""
         every = self._config.keep_weights_every
         is_full = leaving or self._is_exported(step) or self.is_due(step)
         full: tuple[Contents, ...] = ("full",) if is_full else ()

@@ -4,8 +4,8 @@
     thread            step-N.tmp/ -> every rank's files, hashed and synced -> manifest -> rename to step-N/ -> retention
                       the same for step-N-weights/, of the same copy, where the weights alone are kept too
 
-The rename is the commit: a directory called step-N is whole, whatever happens before or after. The thread has a process
-group of its own, as its collectives run at the same time as training's. See ``restore.py`` for what is in a checkpoint.
+The rename is the commit: a directory named step-N is complete, even if a process ends before or after. The thread has a
+separate process group, because its collectives overlap training's. See ``restore.py`` for the content of a checkpoint.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ from lightscale.training.checkpoints.tensor_file import tensor_files, write_tens
 from lightscale.training.health.fault_injection import fault_point
 
 _SPARE_BYTES = 16 << 20
-"""Free space required beyond the tensors: small files, and what other writers need meanwhile."""
+"""Free space required beyond the tensors, in bytes: for small files and other writers."""
 _RankFiles = tuple[str, dict[str, FileRecord], list[Box]]
 """A rank's host, files and boxes."""
 
@@ -158,8 +158,8 @@ class Saver:
         Args:
             engine: weights and optimizer state; may change as soon as this returns.
             common: small state that is the same on every rank (counters, data position), as JSON gives it back.
-            facts: what the manifest says of the state, besides step, versions and layout, and a later save compares.
-            about: what else the manifest says.
+            facts: entries of the manifest about the state, besides step, versions and layout; later saves compare them.
+            about: further entries of the manifest.
             retention: which older full checkpoints are removed after it; None: none.
             contents: a checkpoint is written of each, all of one copy of the state.
         """
@@ -212,19 +212,9 @@ class Saver:
         written, self._written = self._written, None
         return written.result()
 
-    def save(
-        self,
-        engine: Engine,
-        *,
-        step: int,
-        common: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        about: Mapping[str, Any] | None = None,
-        retention: Retention | None = None,
-        contents: Sequence[Contents] = ("full",),
-    ) -> Saved:
-        """``begin`` and ``finish``."""
-        self.begin(engine, step=step, common=common, facts=facts, about=about, retention=retention, contents=contents)
+    def save(self, engine: Engine, **arguments: Any) -> Saved:
+        """``begin`` with these arguments, and ``finish``."""
+        self.begin(engine, **arguments)
         return self.finish()
 
     def _copy(self, shards: Iterable[TensorShard]) -> list[TensorShard]:

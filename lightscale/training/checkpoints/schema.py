@@ -1,7 +1,7 @@
-"""What the JSON files of a checkpoint hold: types, ranges, and what must agree within one file.
+"""Schema of the JSON files of a checkpoint: types, ranges, and agreement within one file.
 
-Nothing is converted: ``true`` is no number, and ``"7"`` neither. Keys that are not known are left alone where a later
-version may add facts (manifest) or parts (state), and are damage within a part, whose meaning they would change.
+Values are not converted: ``true`` is no number, and ``"7"`` neither. A later version may add facts (manifest) or parts
+(state): unknown ones are ignored. Within a part, unknown keys are damage, because they would change its meaning.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ class _File(_Strict):
 
 
 class Recorded(_Strict):
-    """What every manifest has; the facts of a checkpoint come on top (``Facts``)."""
+    """Entries of every manifest; the facts of a checkpoint are added (``Facts``)."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -118,7 +118,7 @@ class _Guard(_Strict):
 
 
 class State(_Strict):
-    """``state.json``; parts that only a caller knows pass as they are."""
+    """``state.json``; parts of the caller pass unchanged."""
 
     model_config = ConfigDict(extra="ignore")
 

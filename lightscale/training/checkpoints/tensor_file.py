@@ -39,7 +39,7 @@ def write_tensors(path: Path, shards: Sequence[TensorShard]) -> FileRecord:
 
 
 def write_blocks(path: Path, blocks: Iterable[memoryview]) -> FileRecord:
-    """Write ``blocks``, a header and what it describes, to the new file ``path``; it is on disk when this returns."""
+    """Write ``blocks``, a header and its tensors, to the new file ``path``, and sync it to disk."""
     digest, size = xxhash.xxh3_128(), 0
     # "x": the draft is new, so that a file of this name means two writers. Unbuffered: each write goes to the kernel,
     # which may take only a part of a block.
@@ -72,13 +72,13 @@ class TensorFile:
 
     @property
     def boxes(self) -> list[Box]:
-        """What the file holds."""
+        """The content of the file."""
         return [entry.box for entry in self._entries]
 
     def shards(self) -> Iterator[TensorShard]:
         """The boxes with their elements, mapped from the file: changing them does not change it.
 
-        One at a time, so that what was read takes no memory while the next is read.
+        Yield one at a time, so that memory holds one tensor.
         """
         with open_file(self._path) as file:
             for entry in self._entries:

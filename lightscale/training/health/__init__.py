@@ -1,1 +1,1 @@
-"""What watches over a run: checks of machines, heartbeats, bad steps, silent corruption, fault injection."""
+"""Health of a run: checks of machines, heartbeats, bad steps, silent corruption, fault injection."""

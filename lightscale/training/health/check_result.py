@@ -16,7 +16,7 @@ class CheckResult:
     result: Outcome
     found: str
     right: str = ""
-    """What would be right; empty where nothing is wrong."""
+    """The remedy; empty without a fault."""
     ranks: tuple[int, ...] = ()
     """The ranks it applies to; empty: all."""
     blames_host: bool = False
@@ -34,7 +34,7 @@ def merged(results: Iterable[CheckResult], num_ranks: int) -> list[CheckResult]:
 
 
 def describe(result: CheckResult, hosts: Sequence[str]) -> str:
-    """One line: the ranks, what they found, and what would be right. `hosts`: of each rank."""
+    """One line: the ranks, their finding, and the remedy. `hosts`: of each rank."""
     who = where(result.ranks, hosts)
     right = f" (expected: {result.right})" if result.right else ""
     return f"{who}{': ' if who else ''}{result.found}{right}"

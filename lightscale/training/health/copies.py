@@ -1,8 +1,8 @@
 """Weights that several ranks hold copies of: compared at every start, parameter by parameter.
 
-Data and sequence ranks hold the same weights; tensor ranks hold the whole of those that are not split, as norms; and
-pipeline stages those that they share, as the first and the last one a tied embedding. Each rank draws or reads its own
-copy, and each optimizer adds the same steps to it. Copies that begin apart therefore stay apart, and nothing fails.
+Data and sequence ranks hold the same weights. Tensor ranks hold copies of weights that are not split, such as norms.
+Pipeline stages hold copies of shared weights, such as a tied embedding. Each rank draws or reads its own copy, and each
+optimizer adds the same steps to it. Copies that begin apart therefore stay apart without an error.
 """
 
 import socket
@@ -27,7 +27,7 @@ class HeldWeight:
     """A parameter of this rank, or its part of one."""
 
     name: str
-    """The same for all copies: the global name, and the tensor rank of what tensor ranks split."""
+    """The same for all copies: the global name, and the tensor rank of a split parameter."""
     weight: Tensor
     is_whole: bool
     """Whether tensor ranks do not split it."""
@@ -41,7 +41,7 @@ class DifferingCopies:
 
     name: str
     ranks: tuple[tuple[int, ...], ...]
-    """Those that agree, together; the most first."""
+    """Ranks in groups that agree, the largest group first."""
 
     @property
     def odd(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def held_weights(engine: Engine) -> Iterator[HeldWeight]:
 
 
 def check_copies(engine: Engine) -> None:
-    """Refuse weights that were drawn or read otherwise on one rank than on another. Collective.
+    """Refuse weights that differ between ranks after drawing or reading. Collective.
 
     Raises:
         UserError: on all ranks, with the parameter, the ranks and their hosts.

@@ -56,7 +56,7 @@ _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 
 @dataclass(frozen=True, kw_only=True)
 class InjectedFault:
-    """What happens, and when. `str` gives the specification that `parse` reads."""
+    """An action and its place. `str` gives the specification that `parse` reads."""
 
     action: str
     """kill, stop, raise or slow."""
@@ -70,7 +70,7 @@ class InjectedFault:
 
     @classmethod
     def parse(cls, specification: str, origin: str) -> Self:
-        """The fault of `specification`; `origin` says in a UserError where it comes from."""
+        """The fault of `specification`; `origin` names its source in a UserError."""
         match = _SPECIFICATION.fullmatch(specification.strip())
         if match is None or match["point"] not in POINTS or not _fits(match["action"], match["value"]):
             raise UserError(

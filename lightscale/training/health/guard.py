@@ -1,8 +1,8 @@
-"""Which steps are skipped because their numbers are bad: NaN, infinite, or far above what is usual.
+"""The guard against bad steps: it skips steps with NaN, infinity, or values far above the median.
 
-A step is judged by its loss and the norm of its gradients, which are the same numbers on every rank, and by the
-medians of the good steps before it. Nothing else enters, so that all ranks decide alike, and a run that was resumed or
-rolled back decides as it did before.
+The guard compares the loss and the gradient norm of a step with the medians of the good steps before it. These numbers
+are the same on every rank, so that all ranks decide alike. They have no other input, so that a resumed or rolled-back
+run decides as before.
 """
 
 import math
@@ -64,7 +64,7 @@ class Guard:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen: plain values, the same on every rank."""
+        """The recorded numbers: plain values, the same on every rank."""
         return {
             "losses": list(self._losses),
             "grad_norms": list(self._grad_norms),

@@ -1,9 +1,9 @@
 """Heartbeats of the ranks, in a small file in memory that the launcher's watchdog reads without asking them.
 
-A rank says what it begins to do, and how long it may be silent from then on. It writes to mapped memory: that needs
-no other process and no other thread, and what it wrote last is there also when it holds the interpreter for ever, is
-stopped, or is dead. The file has two slots for each rank, written in turn, so that one of them is always whole. It is
-not on the disk of the run: a mapped file on a disk that becomes read-only or full would kill whoever writes to it.
+A rank records its next action, and how long it may be silent from then on. It writes to mapped memory, which needs no
+other process or thread. The last record stays readable if the rank hangs in the interpreter, is stopped or dead. The
+file has two slots for each rank, written in turn, so that one of them is always whole. It is not on the disk of the
+run: a mapped file on a disk that becomes read-only or full would kill its writers.
 
 How long a rank may be silent, for `restart.hang_timeout_s` = H:
 
@@ -50,7 +50,7 @@ _MOST_BYTES = _RANK_BYTES << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a rank last said."""
+    """The last heartbeat of a rank."""
 
     rank: int
     time_s: float
@@ -158,7 +158,7 @@ def create_heartbeats(path: Path, num_ranks: int) -> None:
 def shared_heartbeats(path: Path, num_ranks: int) -> Iterator[Path]:
     """Such a file in memory, under the name that is returned, for as long as this process is within.
 
-    `path` is a link to it, and afterwards a file with what it held last, for whoever looks into the logs.
+    `path` is a link to it, and afterwards a file with its last content, for readers of the logs.
     """
     if not hasattr(os, "memfd_create"):
         create_heartbeats(path, num_ranks)
@@ -182,7 +182,7 @@ def shared_heartbeats(path: Path, num_ranks: int) -> Iterator[Path]:
 
 
 def read_heartbeats(path: Path) -> dict[int, Beat]:
-    """What each rank last said, by rank; those that have said nothing yet are missing, and all without a file."""
+    """The last heartbeat of each rank; empty without a file. Ranks without a heartbeat are missing."""
     # Read without a lock: a slot that is being written fails its checksum, and the other one of its rank holds.
     try:
         data = read_regular(path, what="the heartbeats of the ranks", most_bytes=_MOST_BYTES, follow_links=True)

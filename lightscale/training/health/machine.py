@@ -42,15 +42,15 @@ class Machine:
 
     host: str
     gpus: tuple[GPU, ...]
-    """Those that were looked at: of this rank, or all."""
+    """Examined GPUs: that of this rank, or all."""
     num_gpus: int
-    """Those that are visible."""
+    """Number of visible GPUs."""
     driver: str | None
-    """Version of the NVIDIA driver; None: there is none."""
+    """Version of the NVIDIA driver; None: no driver."""
     versions: Mapping[str, str]
     """Of the packages that compute, by name."""
     apex: str | None
-    """A package called apex that is not NVIDIA's; None: there is none."""
+    """A package named apex that is not NVIDIA's; None: no such package."""
 
     @classmethod
     def read(cls, local_rank: int | None = None) -> Self:
@@ -194,7 +194,7 @@ def _driver() -> str | None:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of what computes the numbers of a run, by name."""
+    """Versions of the software that computes the numbers of a run, by name."""
     versions = {"Python": platform.python_version(), "lightscale": __version__, "torch": torch.__version__}
     for package in ("numpy", "triton", "megatron-core", "transformer-engine"):
         try:

@@ -1,22 +1,22 @@
 """Silent corruption: weights that several ranks hold are compared, and the rank that differs is named.
 
-The optimizer of each data and sequence rank writes a part of the flat weights, its row, and all ranks of that group
-gather all rows. From then to the next step nothing writes weights: what differs then has changed by itself. With every
-step the rows are gathered anew, which repairs the copies, and spreads what happened to a row where it is written; a
-look at the weights now and then would miss nearly everything. So every rank takes checksums in every step,
+The optimizer of each data and sequence rank writes a part of the flat weights, its row. All ranks of that group then
+gather all rows. Until the next step no code writes weights, so a difference is corruption. Every step gathers the rows
+again. That repairs the copies, and it spreads a fault of a row from its owner; a rare comparison of weights would miss
+both. Every rank therefore computes checksums in every step,
 
-    remember   of its own row, once it is written or read from a checkpoint: the truth about this row,
+    remember   of its own row, after it is written or read from a checkpoint: the reference for this row,
     observe    of all rows, after the backward pass: the last moment before they are written again,
 
-folds those of all steps into one number for each row, and every so many steps ``compare`` exchanges the numbers. A
-rank that did not see what a row's owner wrote is at fault; where no rank saw it, the owner is. That needs no majority:
-two ranks are enough, and one alone notices its own memory. Parameters that tensor ranks or stages have copies of, which
-each of them updates, are compared too; there the majority is right.
+and folds the checksums of all steps into one number for each row. ``compare`` exchanges these numbers at intervals. A
+rank that observed another number than the owner of a row is at fault. If no rank observed the owner's number, the owner
+is at fault. Two ranks are enough, and a single rank detects faults of its own memory. Parameters with copies on tensor
+ranks or stages, which update them separately, are compared too; there the majority is right.
 
-Seen are weights that change between two steps, in memory or while they are gathered, and copies that were updated
-differently. Not seen is what computes wrong numbers (activations, gradients, a row in its optimizer), because all
-ranks get the result; nor a change of moments and fp32 weights, which one rank holds. The checksum is the sum of all
-words modulo 2^64: any one changed bit shows, and several do unless their differences cancel.
+Detected: weights that change between two steps, in memory or while they are gathered, and copies with different
+updates. Not detected: wrong computations (activations, gradients, a row in its optimizer), because all ranks get the
+result; and changes of moments and fp32 weights, which one rank holds. The checksum is the sum of all words modulo 2^64.
+It detects any single changed bit, and several bits unless their differences cancel.
 """
 
 import socket
@@ -38,7 +38,7 @@ _MOST_NAMES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaReport:
-    """What one rank saw since the last comparison, as checksums."""
+    """Checksums of one rank since the last comparison."""
 
     host: str
     group: tuple[int, ...]
@@ -48,9 +48,9 @@ class ReplicaReport:
     seen: tuple[int, ...]
     """All rows, each time before they were written again."""
     is_intact: bool
-    """Whether its own row still is what was written last."""
+    """Whether its own row is unchanged since the last write."""
     copies: tuple[tuple[str, int], ...] = ()
-    """By name, what other tensor ranks or stages have copies of."""
+    """By name, the parameters with copies on other tensor ranks or stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class ReplicaFault:
 
 
 class SilentCorruption(RuntimeError):
-    """Weights are not what they must be; the message names the ranks and their hosts."""
+    """Weights are corrupted; the message names the ranks and their hosts."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ReplicaCheck:
         self._own_rows = slice(group.rank(), group.rank() + 1)
 
     def begin(self, step: int) -> None:
-        """Weights were drawn or read, as they are after ``step``: what was seen before counts no more."""
+        """Start anew from the weights after ``step``, which were drawn or read: earlier checksums are dropped."""
         if self._every:
             self.remember()
             self._forget(step)
@@ -146,7 +146,7 @@ class ReplicaCheck:
         return self._every > 0 and step % self._every == 0
 
     def compare(self, step: int) -> None:
-        """Compare what was observed until ``step`` since the last comparison. Collective.
+        """Compare the checksums since the last comparison, until ``step``. Collective.
 
         Raises:
             SilentCorruption: on all ranks, where anything differs.
@@ -197,7 +197,7 @@ class ReplicaCheck:
 
 
 def find_faults(reports: Sequence[ReplicaReport]) -> list[ReplicaFault]:
-    """What is wrong by the reports of all ranks, in their order."""
+    """The faults by the reports of all ranks, in their order."""
     groups = dict.fromkeys(report.group for report in reports)
     found = [fault for group in groups for fault in _faults_of_rows(group, reports)]
     # What differs between data ranks may differ between tensor ranks only because of that.

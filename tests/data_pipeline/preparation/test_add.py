@@ -346,5 +346,5 @@ def test_the_command_counts(made: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert args.run_data(args) == 0
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     old = sum(one.num_documents for one in TokenStore(made / "old").sources.values())
-    assert f"{old} documents were there; 31 new of 37 read in 2 files; duplicates: 4 of what was there" in said
-    assert "2 of each other; 3 files that were there were not read" in said
+    assert f"{old} old documents; 31 new of 37 read in 2 files; duplicates: 4 of old documents" in said
+    assert "2 of each other; 3 old files skipped" in said

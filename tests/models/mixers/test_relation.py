@@ -201,7 +201,7 @@ def test_the_form_decides_the_operator() -> None:
     [
         (["activation=relu"], r'activation = "relu" with form = "linear": only exp has a linear form'),
         (["pre_norm=exact"], r'pre_norm = "exact" with form = "linear": a norm of each pair needs form = "quadratic"'),
-        (["form=quadratic", "pre_norm=off"], r'is what form = "linear" computes, without overflow'),
+        (["form=quadratic", "pre_norm=off"], r'form = "linear" computes the same without overflow'),
         (["form=cubic"], r'form = "cubic".*"linear".*"quadratic"'),
     ],
 )

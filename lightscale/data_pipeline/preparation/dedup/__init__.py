@@ -1,6 +1,6 @@
 """Deduplicate: exact copies by XXH3-128 of the text, near copies by MinHash over 5-grams of token ids.
 
-The README beside this file says how it works, what it finds and what memory it takes.
+The README beside this file describes the method, its results and its memory.
 """
 
 from lightscale.data_pipeline.preparation.dedup.clusters import (

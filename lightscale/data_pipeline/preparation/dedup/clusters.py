@@ -1,12 +1,12 @@
 """From records to the documents to drop: of every cluster of duplicates the lowest id is kept.
 
-Documents that share a key are linked; a cluster is what is connected by links, also over documents between. The
-keys are divided into ranges that know nothing of each other; each gives the clusters that its keys show, and merging
-those gives the clusters of all keys, whatever the number of ranges and the order in which they come.
+Documents that share a key are linked; a cluster is a connected set of documents, also over documents between. The keys
+are divided into independent ranges. Each range gives the clusters of its keys. Merging these gives the clusters of all
+keys, for any number and order of ranges.
 
 Clusters are kept as *pairs*, a (2, n) array of uint64: row 0 the documents that are not the lowest of their cluster,
-ascending, row 1 the lowest of each one's cluster. Only documents with a duplicate take memory. The README beside this
-file says how much.
+ascending, row 1 the lowest of each one's cluster. Only documents with a duplicate take memory; the README beside this
+file gives the amount.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,10 +35,10 @@ def find_pairs(
 ) -> NDArray[np.uint64]:
     """The pairs that the keys of some ranges show: ``count`` from ``range_index`` on, of ``num_ranges`` equal ones.
 
-    ``files``: what ``write_exact_records`` or ``write_band_records`` wrote; ``sizes``: theirs in bytes, where they are
-    known. One range is in memory at a time. Tasks take some ranges each; ``merge_pairs`` puts the results together, to
-    the same for any order of ``files``, any way the records are spread over them, and any ``num_ranges``. Raises
-    ``UserError`` for a file that is missing or damaged.
+    ``files``: of ``write_exact_records`` or ``write_band_records``; ``sizes``: theirs in bytes, if known. One range is
+    in memory at a time. Tasks take some ranges each, and ``merge_pairs`` combines the results. The result is the same
+    for any order of ``files``, any division of the records over them, and any ``num_ranges``. Raises ``UserError`` for
+    a missing or damaged file.
     """
     bounds = range_bounds(range_index, count, num_ranges)
     return merge_pairs(pairs_of(batches) for batches in read_ranges(files, kind, bounds, sizes=sizes))

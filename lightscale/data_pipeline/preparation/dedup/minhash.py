@@ -43,8 +43,8 @@ def signatures(token_ids: Sequence[NDArray[np.uint32]]) -> NDArray[np.uint32]:
 def band_keys(signatures: NDArray[np.uint32]) -> NDArray[np.uint64]:
     """(docs, 14): one 64-bit key for every band of (docs, 112) ``signatures``.
 
-    Keys are equal where the 8 values of the same band are, otherwise with probability 2^-64; different bands do
-    not share keys. They are spread evenly over 0 ... 2^64 - 1, so ranges of keys are fair shares of the work.
+    Keys are equal if the 8 values of the same band are equal; other keys collide with probability 2^-64. Different
+    bands do not share keys. Keys are spread evenly over 0 ... 2^64 - 1, so ranges of keys are equal shares of the work.
     """
     rows = signatures.astype(np.uint64).reshape(len(signatures), NUM_BANDS, ROWS_PER_BAND)
     keys = np.broadcast_to(mixed(np.arange(1, NUM_BANDS + 1, dtype=np.uint64)), rows.shape[:2]).copy()

@@ -1,4 +1,4 @@
-"""What preparing a corpus will give and take, from the first documents of some of its files; nothing is written.
+"""Estimate of a store and its preparation, from the first documents of some files; writes no file.
 
 Every source's files are listed, as for the preparation. Of some of them, chosen by a hash of their names, the first
 documents go through the same reading, normalising, filters, tokenizer and keys of duplicates, and their counts are
@@ -48,22 +48,22 @@ _KEPT_EXACT_BYTES, _KEPT_NEAR_BYTES = 16, 8 * NUM_BANDS
 _WHOLE_FILE = 2**62
 _SEED = 3
 STAGES = ("read", "normalise", "filter", "tokenize", "keys")
-"""What is timed, in the order of a unit's work."""
+"""The timed stages, in the order of a unit's work."""
 
 
 @dataclass(kw_only=True)
 class FileSample:
-    """What was seen of one file."""
+    """The sample of one file."""
 
     size_bytes: int
-    """Of the whole file, compressed as it is."""
+    """Bytes of the whole file on disk, compressed or not."""
     seen_file_bytes: float = 0.0
     """Of the part of the file that was read."""
     seen_documents: int = 0
     seen_bytes: int = 0
-    """Of the texts in what was read."""
+    """Bytes of the texts in the sample."""
     sampled: int = 0
-    """Documents that went through all steps, the first of those seen."""
+    """Documents that went through all steps, the first of the sample."""
     sampled_bytes: int = 0
     """Of their texts."""
     kept: int = 0
@@ -73,7 +73,7 @@ class FileSample:
 
     @property
     def scale(self) -> float:
-        """How many times what was read the file is."""
+        """Size of the file over the size of the sample."""
         return self.size_bytes / self.seen_file_bytes if self.seen_file_bytes else 0.0
 
     @property
@@ -83,7 +83,7 @@ class FileSample:
 
     @property
     def kept_text_bytes(self) -> float:
-        """Estimated, of those that are kept."""
+        """Estimated number of kept documents."""
         return self.text_bytes * self.kept_bytes / self.sampled_bytes if self.sampled_bytes else 0.0
 
     @property
@@ -94,19 +94,19 @@ class FileSample:
 
 @dataclass(kw_only=True)
 class SourceEstimate:
-    """One source: what it has, what was seen of it, and what follows for all of it."""
+    """One source: its files, its sample and the estimate for the whole source."""
 
     files: int = 0
     file_bytes: int = 0
     """Of all files, compressed as they are."""
     whole_sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    """Of files that are read as a whole, in bytes: 8 bytes of memory each. Likewise"""
+    """Sizes in bytes of files that are read as a whole; each takes 8 bytes of memory."""
     divided_sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    """of those that are read in ranges."""
+    """Sizes in bytes of files that are read in ranges."""
     part_sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    """Of those among the former that are read part after part, if each is a unit by itself."""
+    """Sizes of files among ``whole_sizes`` that are read part after part, if each is a separate unit."""
     samples: list[FileSample] = field(default_factory=list)
-    """Of some files. Each is scaled by itself, and their sum to the source: files of a source may differ much."""
+    """Of some files. Each is scaled separately, and their sum to the source: files of a source may differ much."""
     kept_tokens: int = 0
     """Of the sampled documents that are kept, without end of text."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -127,7 +127,7 @@ class SourceEstimate:
 
     @property
     def scale(self) -> float:
-        """How many times the files that were looked at the source is."""
+        """Size of the source over the size of the sampled files."""
         looked_at = sum(one.size_bytes for one in self.samples)
         return self.file_bytes / looked_at if looked_at else 0.0
 
@@ -144,7 +144,7 @@ class SourceEstimate:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Of what is kept; None where nothing is."""
+        """Of the kept documents; None: none is kept."""
         return sum(one.kept_bytes for one in self.samples) / self.kept_tokens if self.kept_tokens else None
 
     @property

@@ -1,8 +1,8 @@
-"""How long a preparation on some hosts takes, and what of disk, memory and opens, from the estimate of a sample.
+"""Time, disk, memory and file opens of a preparation on some hosts, from the estimate of a sample.
 
-What each step does is scaled from what the sample's did: units by their text, duplicates and shards by documents and
-tokens, at the speed that some drawn ones have here. Tasks of a step are divided among all workers, but none is shorter
-than its longest task: a file that cannot be divided is one. Between steps, one process works alone.
+The work of each step is scaled from that of the sample: units by their text, duplicates and shards by documents and
+tokens, at a speed measured on generated ones. Tasks of a step are divided among all workers. No step is shorter than
+its longest task, such as a file that cannot be divided. Between steps, one process works alone.
 """
 
 import itertools
@@ -72,13 +72,13 @@ class StepForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a preparation takes."""
+    """Costs of a preparation."""
 
     hosts: int
     workers: int
     """On each."""
     steps: list[StepForecast]
-    """Those that are divided, in order."""
+    """Steps that are divided over workers, in order."""
     alone_seconds: float
     """Of one process, between the steps, while all others wait."""
     units: int
@@ -105,7 +105,7 @@ class Forecast:
 
     @property
     def needed_bytes_s(self) -> float:
-        """What all hosts together must read and write in a second for that, on average."""
+        """Bytes per second that all hosts together read and write, on average."""
         return self.io_bytes / (3600 * self.hours) if self.hours else 0.0
 
     def record(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Forecast:
 def forecast(
     corpus: Corpus, found: CorpusEstimate, *, hosts: int = 1, workers: int = 1, unit_bytes: int | None = None
 ) -> Forecast:
-    """What preparing ``corpus``, of which ``found`` was estimated, takes with ``workers`` on each of some ``hosts``.
+    """Costs of preparing ``corpus``, estimated as ``found``, with ``workers`` on each of ``hosts``.
 
     ``unit_bytes``: as in ``PrepareOptions``. Takes about half a second, to measure how fast this machine finds
     duplicates and writes; that is done in a temporary directory.

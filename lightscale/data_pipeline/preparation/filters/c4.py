@@ -1,4 +1,4 @@
-"""C4's filter (arXiv 1910.10683, with the rules of its code): takes out lines, and drops what is left small."""
+"""C4's filter (arXiv 1910.10683, rules of its code): removes lines, and drops documents that become too small."""
 
 import re
 

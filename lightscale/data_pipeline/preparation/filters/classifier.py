@@ -101,7 +101,7 @@ def fit(
 
 
 def save(path: Path, weights: NDArray[np.float64], bias: float, *, about: dict[str, Any]) -> None:
-    """Write a classifier; ``about``: what is known of it, for people."""
+    """Write a classifier; ``about``: a description for people."""
     from safetensors.numpy import save_file  # noqa: PLC0415 - an optional package
 
     arrays = {"weights": weights.astype(np.float32), "bias": np.array([bias], dtype=np.float32)}

@@ -74,11 +74,11 @@ class Chain:
     """Filters in their order; each sees the text as the one before leaves it. Can be pickled."""
 
     def __init__(self, steps: list[tuple[str, Step]]) -> None:
-        """``steps``: name, filter. The name is put before the rules of a filter; "" for those that stand alone."""
+        """``steps``: name, filter. The name precedes the rules of a filter; "": no prefix."""
         self._steps = steps
 
     def judge(self, text: str) -> Judgement:
-        """See ``Step``. Of a dropped document the text is the one that was given."""
+        """See ``Step``. A dropped document keeps its text unchanged."""
         left, changes = text, Counter[str]()
         for name, step in self._steps:
             verdict = step.judge(left)
@@ -91,14 +91,14 @@ class Chain:
         return Judgement(left, changes=changes)
 
     def files(self) -> list[str]:
-        """What the filters read beside the corpus."""
+        """Files that the filters read beside the corpus."""
         return [file for _, step in self._steps if isinstance(step, FileSection) for file in step.files()]
 
 
 def compose(filters: Any, language: str | None) -> Chain | None:
     """The filters of a source: ``filters`` and ``language`` of the corpus file. None: every document is kept.
 
-    Raises ``UserError`` for what is no list of filters, names none that is known, or has options that cannot be.
+    Raises ``UserError`` if this is no list of filters, or has an unknown name or invalid options.
     """
     if filters == {}:
         return None if language is None else Chain([("", make_filter(language))])

@@ -28,7 +28,7 @@ _CACHED_WORDS = 2**16
 
 
 class ContaminationFilter(FileSection):
-    """Drops documents that hold a part of an evaluation set; the rule is the set's name, the score how many n-grams."""
+    """Drops documents that hold a part of an evaluation set; rule: name of the set, score: number of shared n-grams."""
 
     sets: Annotated[dict[str, str], Field(min_length=1, max_length=MOST_ENTRIES)]
     """Files of the sets, by name: every string in records of .jsonl, .jsonl.gz and .json; other files as one text."""

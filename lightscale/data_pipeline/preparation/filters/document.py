@@ -1,4 +1,4 @@
-"""What rules measure of a text. Everything is worked out when a rule first asks for it, and then kept."""
+"""Measurements of a text for rules. Each is computed at its first use, and then kept."""
 
 import re
 from functools import cached_property
@@ -43,12 +43,12 @@ class DocumentView:
 
     @cached_property
     def paragraphs(self) -> list[str]:
-        """What stands between blank lines."""
+        """The parts between blank lines."""
         return _PARAGRAPH.split(self.text.strip())
 
     @cached_property
     def words(self) -> Words:
-        """What stands between spaces."""
+        """The parts between spaces."""
         return Words(self.text)
 
     @cached_property

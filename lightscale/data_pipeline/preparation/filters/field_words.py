@@ -1,8 +1,8 @@
-"""Words and sentences as the field's English filters count them: punctuation marks are words of their own.
+"""Words and sentences as the field's English filters count them: punctuation marks are separate words.
 
 datatrove's filters take spaCy's English words. These follow the same rules, with the abbreviations that are common in
-text: what stands between spaces loses marks at both ends, one after the other, and is then divided at marks within.
-``tests/data_pipeline/preparation/filters/test_field.py`` holds how far decisions agree.
+text. A part between spaces loses the marks at both ends, one after the other, and is then divided at inner marks.
+``tests/data_pipeline/preparation/filters/test_field.py`` asserts the agreement of decisions.
 """
 
 import re
@@ -89,12 +89,12 @@ TERMINAL_PUNCTUATION = frozenset(
     for span in _SENTENCE_TERMINAL.split()
     for point in range(int(span.split("-")[0], 16), int(span.split("-")[-1], 16) + 1)
 )
-"""What ends a sentence, in any script: Unicode's property Sentence_Terminal, with three Khmer marks."""
+"""Marks that end a sentence, in any script: Unicode's property Sentence_Terminal, with three Khmer marks."""
 _CONTROLS = map(chr, (*range(9), *range(11, 32), *range(127, 160)))
 PUNCTUATION = TERMINAL_PUNCTUATION.union(
     "\"#$%&'()*+,-/:;<=>@[\\]^_`{|}~«´»–—’“”„…∶━►、〈〉《》「」【】％（），１：；～", _CONTROLS
 )
-"""What a word of marks alone consists of."""
+"""Characters of a word of marks alone."""
 
 
 def words_of(text: str) -> list[str]:
@@ -103,7 +103,7 @@ def words_of(text: str) -> list[str]:
 
 
 def num_sentences(line: str) -> int:
-    """How many sentences a line without line ends has: a new one begins behind a mark of ``TERMINAL_PUNCTUATION``."""
+    """Number of sentences of a line without line ends: a new one begins behind a mark of ``TERMINAL_PUNCTUATION``."""
     count, ended = 1, False
     for word in words_of(line):
         if word in TERMINAL_PUNCTUATION:

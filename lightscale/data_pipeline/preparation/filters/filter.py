@@ -36,7 +36,7 @@ def _rule_set(name: str) -> _RuleSet:
 
 
 RULE_SETS = (*LANGUAGES, *PRESETS)
-"""Names of what ``make_filter`` makes."""
+"""Names of the filters that ``make_filter`` makes."""
 
 
 class Filter:
@@ -50,14 +50,14 @@ class Filter:
         self.name = name
         rules = _rule_set(name).rules
         self.limits = {rule: dict(limits[rule]) for rule in rules if rule in limits}
-        """Each rule that is on, with its limits, as they are tried: what a report says of the filter."""
+        """Each enabled rule with its limits, in their order: the entry of the filter in a report."""
 
     def __call__(self, text: str) -> str | None:
         """``text``: normalised."""
         return self.judge(text).rule
 
     def judge(self, text: str) -> Judgement:
-        """The same with what the rule measured."""
+        """The same with the measured value of the rule."""
         own = _rule_set(self.name)
         document = own.view(text)
         for name, limits in self.limits.items():
@@ -126,7 +126,7 @@ def _names(rule: Rule[Any]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to write in place of ``name``."""
+    """Replacement for ``name``."""
     known = list(known)
     if not known:
         return "use true or false; it has no limits"

@@ -1,4 +1,4 @@
-"""What a filter says of a document, and what every filter is."""
+"""The judgement of a filter about a document, and the interface of filters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ class Judgement:
     rule: str | None = None
     """That drops the document; none: it is kept."""
     score: float | None = None
-    """What the rule measured, where that is a number."""
+    """The value that the rule measured, if it is a number."""
     changes: Mapping[str, int] = field(default_factory=dict)
-    """What was changed in the text of a document that is kept, and how often."""
+    """Number of changes of each kind in the text of a kept document."""
 
 
 class Step(Protocol):
-    """A filter. Can be pickled; depends on nothing but the text and what it was made of."""
+    """A filter. Can be pickled; its result depends only on the text and its options."""
 
     def judge(self, text: str) -> Judgement:
         """``text``: normalised."""
@@ -31,7 +31,7 @@ class Step(Protocol):
 
 
 class FileSection(Section):
-    """The options of a filter that reads files: what they hold is part of the corpus, as its texts are."""
+    """The options of a filter that reads files: their content is part of the corpus, like its texts."""
 
     def files(self) -> list[str]:
         """Their paths."""

@@ -1,7 +1,7 @@
 """Personal data by its form: addresses and numbers in a text become fixed tokens.
 
-A form is a pattern and, where there is one, a check of what it found (a checksum, a public address). Names and places
-have no form, and stay.
+A form is a pattern, some with a check of the match (a checksum, a public address). Names and places have no form, and
+stay.
 """
 
 import ipaddress
@@ -105,7 +105,7 @@ _FORMS: Final[dict[Kind, _Form]] = {
 
 
 class MaskFilter(Section):
-    """Replaces what has the form of personal data. Drops nothing."""
+    """Replaces text in the form of personal data. Drops no document."""
 
     kinds: list[Kind] = Field(default_factory=lambda: list(_FORMS), min_length=1)
     """email; public ipv4 and ipv6 addresses; card: payment cards, by their checksum; resident_id: Chinese identity

@@ -1,7 +1,7 @@
 """The field's English filters, deciding as datatrove's do: Gopher's quality and repetition, FineWeb's.
 
-Their words are those of ``field_words.py``; what differs from the rules of ``rules.py`` is in the README. ``c4.py``
-has the filter that also takes out lines.
+Their words are those of ``field_words.py``; the README lists differences from the rules of ``rules.py``. ``c4.py`` has
+the filter that also removes lines.
 """
 
 import math
@@ -44,12 +44,12 @@ class FieldView:
 
     @cached_property
     def lines(self) -> list[str]:
-        """All of them, at every end of a line that Unicode knows."""
+        """All lines, split at every line end of Unicode."""
         return self.text.splitlines()
 
     @cached_property
     def filled_lines(self) -> list[str]:
-        """Those that are not blank, with the spaces around them."""
+        """Lines that are not blank, with the spaces around them."""
         return [line for line in self.text.split("\n") if line.strip()]
 
     def ngrams(self) -> Ngrams:

@@ -1,8 +1,8 @@
-"""How much of a text is repetition: the most frequent n-gram, and n-grams that came before.
+"""Share of repetition in a text: the most frequent n-gram, and repeated n-grams.
 
 n-grams of units (words, or characters) are compared by 64-bit hashes of the units' ids; n goes up in one chain, each
-step from the hashes of the one before. Sorting is what costs, so bounds come first: most texts are cleared by
-sorting the shortest n-grams of each of the two rules once.
+step from the hashes of the one before. Sorting dominates the cost, so bounds come first: most texts pass after one sort
+of the shortest n-grams of each of the two rules.
 """
 
 from collections.abc import Mapping
@@ -126,7 +126,7 @@ def top_ngram_share(ngrams: Ngrams, n: int, num_characters: int) -> float:
 def passed_ngrams_share(ngrams: Ngrams, n: int, num_characters: int, limit: float) -> float:
     """Of ``num_characters`` those of repeated n-grams, found going through the text; below ``limit`` an upper bound.
 
-    An n-gram that was met before counts, and what follows it is looked at next; another is remembered.
+    A repeated n-gram counts, and the scan continues behind it; a new one is stored.
     """
     if ngrams.num_units <= n:
         return 0.0

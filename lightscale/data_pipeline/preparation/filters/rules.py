@@ -1,4 +1,4 @@
-"""The rules: each looks at one thing of a document and says whether to drop it, by limits that it is given.
+"""The rules: each measures one property of a document and drops it outside of given limits.
 
 ``Rule.drops`` is true for a document to drop. Limits are inclusive: a document at a limit is kept.
 """
@@ -49,7 +49,7 @@ _ESCAPES = {
 
 @dataclass(frozen=True)
 class Outside(Generic[View]):
-    """Drops what measures less than ``min`` or more than ``max``."""
+    """Drops documents that measure less than ``min`` or more than ``max``."""
 
     measure: Callable[[View], float]
 
@@ -72,7 +72,7 @@ class Rule(Generic[View]):
     """Names of its limits; ``N_GRAMS``: any n, each with its limit."""
 
     def score(self, document: View) -> float | None:
-        """What it measures, where that is one number."""
+        """The measured value, if it is one number."""
         return float(self.drops.measure(document)) if isinstance(self.drops, Outside) else None
 
 

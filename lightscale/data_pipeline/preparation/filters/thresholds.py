@@ -55,4 +55,4 @@ THRESHOLDS: Final[Mapping[str, Mapping[str, Mapping[str, float]]]] = {
 }
 
 UNITS: Final[Mapping[str, Unit]] = {"en": "word", "zh": "Chinese character", "code": "word", "other": "word"}
-"""What ``size``, ``symbols``, ``line_breaks`` and n-grams count."""
+"""Unit that ``size``, ``symbols``, ``line_breaks`` and n-grams count."""

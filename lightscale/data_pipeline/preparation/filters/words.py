@@ -15,7 +15,7 @@ _HALF = np.uint64(32)
 
 
 class Words:
-    """The words of a normalised text: what stands between ASCII spaces."""
+    """The words of a normalised text: the parts between ASCII spaces."""
 
     def __init__(self, text: str) -> None:
         self._text_is_ascii = text.isascii()

@@ -1,10 +1,11 @@
-"""Access points: where in a compressed file unpacking can begin without what comes before.
+"""Access points: places in a compressed file where unpacking can begin without the data before.
 
-One is where a gzip member, a bzip2 stream or a zstandard frame begins; and, in a gzip member, where a deflate block
-begins (RFC 1951), if the 32 KiB of text before it are known: what zlib's ``zran.c`` does. Python's zlib does not say
-where blocks begin, but it can be asked: an unpacker that is given a block of our own at some bit gives back its text,
-of two kinds of blocks, if and only if it expects a block there. Nor does it begin in the middle of a byte: empty blocks
-of ten bits before the block fill the byte, which leads to any even bit. So only blocks at even bits are access points.
+Access points are the beginnings of gzip members, bzip2 streams and zstandard frames. In a gzip member they are also the
+beginnings of deflate blocks (RFC 1951), if the 32 KiB of text before are known, as in zlib's ``zran.c``. Python's zlib
+does not report the beginnings of blocks, but a test finds them. An unpacker gets one of two known blocks at some bit.
+It returns the text of the block if and only if it expects a block there. It cannot begin in the middle of a byte
+either: empty blocks of ten bits before the block fill the byte, which leads to any even bit. So only blocks at even
+bits are access points.
 """
 
 import base64
@@ -58,7 +59,7 @@ class AccessPoint:
 class GzipMember:
     """Unpacks a member of a gzip file from its beginning or from a point inside, and finds points.
 
-    As ``zlib.decompressobj(31)``, also in what it raises of damage.
+    As ``zlib.decompressobj(31)``, with the same errors for damaged data.
     """
 
     def __init__(self, point: AccessPoint | None = None) -> None:
@@ -72,9 +73,9 @@ class GzipMember:
         self._bit = self._point.bit if self._point is not None else 0
         self._trailer = b""
         self.eof = False
-        """Whether the member has ended; then"""
+        """Whether the member has ended."""
         self.unused_data = b""
-        """is what follows it."""
+        """The data behind the member, after its end."""
 
     def decompress(self, data: bytes, /) -> bytes:
         """The content of the next bytes."""
@@ -143,9 +144,9 @@ class GzipMember:
 
 
 def first_block(inflate: Any, data: bytes) -> tuple[int, int, int] | None:
-    """The first block with codes of its own at an even bit of ``data``, which ``inflate`` is to be given next.
+    """The first block with its own codes at an even bit of ``data``, the next input of ``inflate``.
 
-    (byte, bit in it, bytes of content before it); None where there is none. ``inflate`` is used up.
+    (byte, bit in it, bytes of content before it); None: no such block. ``inflate`` is used up.
     """
     given = num_content = 0
     for begin in _candidates(data).tolist():

@@ -1,4 +1,4 @@
-"""Arrow's IPC format, as a file (Feather 2) or as a stream, which is what Hugging Face's data sets are saved as."""
+"""Arrow's IPC format, as a file (Feather 2) or as a stream, the format of Hugging Face's saved data sets."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ class Arrow(InputFormat):
     """A file in ranges of record batches, which its end lists; a stream as a whole."""
 
     def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
-        """As the footer says."""
+        """Ranges of the record batches that the footer lists."""
         try:
             with file.path.open("rb") as content:
                 if not _is_file(content):

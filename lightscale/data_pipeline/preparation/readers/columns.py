@@ -29,7 +29,7 @@ def column_fault(schema: Any, text_field: str) -> str | None:
 
 
 def wanted_columns(schema: Any, options: ReadOptions) -> list[str]:
-    """The columns to read: the text's, and of the others those that there are. Of ``a.b`` the name as it is."""
+    """The columns to read: the text's, and existing ones for the other fields. ``a.b`` is a column of that name."""
     names = {options.text_field, options.id_field, options.label_field}
     return sorted(name for name in names if name is not None and _type_of(schema, name) is not None)
 

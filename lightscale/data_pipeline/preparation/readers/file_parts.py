@@ -1,7 +1,7 @@
 """Parts of a compressed file: each ends before a document, which the next begins with.
 
-Who reads the next one in the same process goes on with what is open, and unpacks nothing twice. Another begins at the
-last access point, which may be the beginning of the file, and skips what comes before the document.
+A process that reads consecutive parts keeps the file open and unpacks it once. Another process begins at the last
+access point, which may be the beginning of the file, and skips the data before the document.
 """
 
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ class PartBegin:
     packed: int = 0
     """The byte of the file that was read up to there; its own are counted from it."""
     known: Any = None
-    """What the format knows of the content before, as JSON has it."""
+    """State of the format reader at this place, as JSON."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -44,17 +44,17 @@ FIRST = PartBegin(point=AccessPoint(packed=0, unpacked=0))
 class FilePart:
     """A part that is being read.
 
-    It ends at the first document after an access point in the bytes that follow its least ones or, if there is none in
-    them, after those bytes: what is in the file decides, and not who reads it.
+    It ends at the first document after an access point in the bytes behind ``least_bytes``. Without an access point
+    there, it ends after those bytes. The content of the file decides, not the reader.
     """
 
     def __init__(self, begin: PartBegin, least_bytes: int, *, opened: Any = None) -> None:
-        """``least_bytes``: of the file, which it has at least. ``opened``: what gives its documents; None: to open."""
+        """``least_bytes``: minimum of bytes of the file. ``opened``: open source of its documents; None: open it."""
         self.begin = begin
         self.end: PartBegin | None = None
         """Where the next one begins; None: nothing comes after it, or it is not read to its end yet."""
         self.opened = opened
-        """When it has ended: what gives the documents behind it, which only ``read.py`` looks into."""
+        """After its end: open source of the documents behind it; only ``read.py`` uses it."""
         self.packed = begin.packed
         """The byte of the file that it is read up to."""
         self.is_last = False
@@ -71,7 +71,7 @@ class FilePart:
 
     @property
     def wants_point(self) -> bool:
-        """Whether an access point is to be looked for inside of what was read last."""
+        """Whether the reader must search the last bytes for an access point."""
         return not self._is_found and self.packed > self._least_end
 
     def note(self, point: AccessPoint) -> None:

@@ -1,4 +1,4 @@
-"""What the steps of a preparation say to each other of input files: which there are, what is wanted, what was wrong."""
+"""Input files as the steps of a preparation exchange them: the files, the fields to read, and faults."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ MAX_DOCUMENT_BYTES = 16 * 2**20
 
 
 class Missing:
-    """Stands for the value of a field that is not there."""
+    """Value of a missing field."""
 
 
 MISSING = Missing()
 
 
 class Problems:
-    """What went wrong while reading, counted by reason, with the first examples of each.
+    """Faults of reading, counted by reason, with the first examples of each.
 
     With ``strict`` the first problem that loses or changes text raises ``UserError`` instead.
     """
@@ -70,11 +70,11 @@ class Problems:
         }
 
     def as_part(self) -> dict[str, Any]:
-        """The same, with what ``merge`` needs of a part of the corpus."""
+        """The same, with the data that ``merge`` needs of a part of the corpus."""
         return {reason: {**problem, "files": self._files.get(reason)} for reason, problem in self.as_json().items()}
 
     def merge(self, found: dict[str, Any]) -> None:
-        """Add what ``as_part`` gave for the next part of the corpus."""
+        """Add the result of ``as_part`` for the next part of the corpus."""
         for reason, problem in found.items():
             examples = self.examples.setdefault(reason, [])
             new = problem["examples"]
@@ -99,17 +99,17 @@ class SourceFile:
     """Stable name: the path from the given directory (its name included), or the given file's name."""
     size_bytes: int
     mtime_ns: int
-    """When it was changed; of a remote file what else says that it was."""
+    """Time of the last change; of a remote file the number that replaces it."""
     gives_parts: bool = True
-    """Whether any part of it can be read without what comes before."""
+    """Whether any part of it can be read without the part before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """What is wanted of a file."""
+    """The fields to read from a file."""
 
     text_field: str = "text"
-    """Of objects and rows. ``a.b`` is field b of field a, where there is none of that name."""
+    """Of objects and rows. ``a.b`` is field b of field a, if no field has that name."""
     format: str | None = None
     """Of the files, whatever their suffixes; none: by these."""
     id_field: str | None = None

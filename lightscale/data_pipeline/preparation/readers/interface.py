@@ -27,23 +27,23 @@ class RawDocument:
     id: str
     """The file's id; for one of many in a file ``id@n``: the byte it begins at, unpacked, or its row."""
     data: bytes | str
-    """UTF-8, or what it should be; or JSON's text, in which lone surrogates may be."""
+    """Bytes, expected in UTF-8; or text of JSON, which may have lone surrogates."""
     begin: int = 0
     """The byte that its line or record begins at, unpacked, or its row."""
     num_bytes: int = 0
     """Of its line or record, or of its file; 0 for a row."""
     own_id: str | None = None
-    """Its own id or URL, from the field that the source says."""
+    """Its own id or URL, from the field that the source names."""
     label: Any = MISSING
-    """What is in the field of its class that the source says, whatever that is."""
+    """The raw value of the field of its class that the source names."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """What goes with the reading of a file range; of its next part, when that is begun with what is open."""
+    """State of the reading of a file range; of its next part, if that begins with the same open file."""
 
     problems: Problems
-    """Counts what cannot be read."""
+    """Counts unreadable parts."""
     options: ReadOptions
     advance: Advance
     """Called with the bytes of the file that were read, as they are there."""
@@ -58,7 +58,7 @@ class Reading:
     def end_before(self, document: int, known: Any = None) -> PartBegin | None:
         """The end of the part, if it ends before the document at byte ``document`` of the content; else None.
 
-        ``known``: what the format must know of the content before it to begin there, as JSON has it.
+        ``known``: state of the format reader that is needed to begin there, as JSON.
         """
         return None if self.part is None else self.part.end_before(document, known)
 
@@ -110,15 +110,15 @@ class InputFormat(ABC):
         yield FileRange(file=file, num_bytes=file.size_bytes)
 
     def num_rows(self, file: SourceFile) -> int | None:
-        """The documents of a file that :meth:`ranges` found readable, where its metadata say."""
+        """Number of documents of a file that :meth:`ranges` found readable; None: its metadata lack it."""
         return None
 
     @abstractmethod
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
-        """The documents of a range, in order; what cannot be read is counted, and the rest is read.
+        """The documents of a range, in order; unreadable parts are counted and passed over.
 
-        Of a compressed file: from ``reading.begin`` on, and between documents what ``reading.end_before`` gives, if it
-        does. ``reading`` is then of the next part. ``OSError`` where the file cannot be read.
+        Of a compressed file: from ``reading.begin`` on. Between documents come the ends of parts that
+        ``reading.end_before`` returns; ``reading`` is then of the next part. Raises ``OSError`` for an unreadable file.
         """
 
 

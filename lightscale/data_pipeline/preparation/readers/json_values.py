@@ -1,7 +1,7 @@
 """JSON: an array of objects, one object, or objects one after another; each of them is a document.
 
-The file is divided at the brackets, and each object read by itself, as a line of jsonl is: a broken one costs itself
-only, each has a place in bytes, and memory holds one of them.
+The reader divides the file at the brackets and reads each object separately, like a line of jsonl. A broken object
+loses only itself, each has a place in bytes, and memory holds one of them.
 """
 
 import re
@@ -21,7 +21,7 @@ _BETWEEN = b" \t\r\n,\xef\xbb\xbf"
 
 
 class JsonValues(InputFormat):
-    """A whole file is a range: what a byte in the middle is inside of, only those before it say."""
+    """A whole file is one range: the nesting at a byte depends on all bytes before it."""
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """Its objects."""

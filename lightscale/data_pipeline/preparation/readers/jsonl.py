@@ -1,4 +1,4 @@
-"""JSON lines: a document is an object in a line of its own."""
+"""JSON lines: each line holds one document, an object."""
 
 import codecs
 import contextlib
@@ -58,7 +58,7 @@ class JsonLines(InputFormat):
 
 
 def document_of_json(line: bytes, document_id: str, begin: int, reading: Reading) -> RawDocument | None:
-    """The document of an object in JSON; None, and counted, where it is none."""
+    """The document of a JSON object; None for any other value, which is counted."""
     # Some programs begin a UTF-8 file with the mark; JSON forbids it.
     record = _record_of_line(line.removeprefix(codecs.BOM_UTF8), document_id, reading.problems)
     return None if record is None else reading.document(record, document_id, begin=begin, num_bytes=len(line))

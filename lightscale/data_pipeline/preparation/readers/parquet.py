@@ -17,7 +17,7 @@ class Parquet(InputFormat):
     """In ranges of row groups."""
 
     def ranges(self, file: SourceFile, range_bytes: int, problems: Problems) -> Iterator[FileRange]:
-        """As the metadata at its end say."""
+        """Ranges of the row groups that the metadata at its end list."""
         try:
             metadata = pyarrow.parquet.read_metadata(_source(file))
         except (OSError, pyarrow.ArrowException) as error:

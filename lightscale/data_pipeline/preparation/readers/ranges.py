@@ -1,4 +1,4 @@
-"""What of a file is read on its own."""
+"""The part of a file that is read independently."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class FileRange:
     file_number: int = 0
     """Of the file among all files of the corpus."""
     num_bytes: int
-    """For progress: how much of the file it is."""
+    """Bytes of the file in this range, for progress."""
 
 
 def byte_ranges(file: SourceFile, range_bytes: int) -> Iterator[FileRange]:

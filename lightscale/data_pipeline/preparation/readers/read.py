@@ -45,8 +45,8 @@ def read(
 ) -> Iterator[RawDocument]:
     """The documents of ``file_range`` in order; of a file that ``has_parts`` those of ``part``, which then has its end.
 
-    What cannot be read is counted in ``problems`` with file and position, and the rest is read: a missing or changed
-    file, the end of a truncated one, lines that are no objects, rows and objects without text, texts that are too long.
+    Unreadable parts are counted in ``problems`` with file and position, and the rest is read. These are: missing or
+    changed files, ends of truncated files, lines that are no objects, rows and objects without text, too long texts.
     """
     file = file_range.file
     entry = format_of(file, options)

@@ -1,7 +1,7 @@
 """Files that are not on this machine: s3://BUCKET/KEY, http:// and https://, through fsspec.
 
-A request that fails is made again, for some seconds; what fails then is an ``OSError``, like that of a disk. Nothing is
-written here, but for files of servers that do not give parts of them: those are fetched whole, into a temporary file.
+A failed request is repeated for some seconds; then it raises ``OSError``, like a disk. Files of servers that send no
+parts are fetched whole into a temporary file; no other data is written to disk.
 """
 
 import importlib
@@ -31,14 +31,14 @@ class RemoteStatus:
 
     st_size: int
     st_mtime_ns: int
-    """A hash of the ETag or the time of change that the server says; 0 where it says neither."""
+    """A hash of the ETag or of the time of change that the server sends; 0 without both."""
     gives_parts: bool
     """Whether the server gives ranges of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A file by its URL, with what of ``pathlib.Path`` reading needs."""
+    """A file by its URL, with the part of ``pathlib.Path`` that reading needs."""
 
     url: str
 
@@ -51,7 +51,7 @@ class RemotePath:
         return self.url.partition("?")[0].rstrip("/").rpartition("/")[2]
 
     def stat(self) -> RemoteStatus:
-        """Its size, and what changes when it changes. ``OSError`` where it cannot be had."""
+        """Its size, and a number that changes with its content. Raises ``OSError`` if the server reports no length."""
         system = _system(self.url)
         info = _retried(self.url, lambda: system.info(self.url))
         if info.get("size") is None:
@@ -126,7 +126,7 @@ def is_remote(entry: str) -> bool:
 
 
 def list_files(entry: str) -> Iterator[tuple[str, RemotePath]]:
-    """(its path below ``entry``, or its name; file) of what a URL means: a file, a pattern or a prefix, by name.
+    """(its path below ``entry``, or its name; file) for the files of a URL: a file, a pattern or a prefix, by name.
 
     ``UserError`` where there is nothing, and for patterns and directories of http, which cannot be listed.
     """

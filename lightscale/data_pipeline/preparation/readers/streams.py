@@ -52,7 +52,7 @@ def plain(file: BinaryIO, advance: Advance) -> Iterator[bytes]:
 
 
 def after_newline(buffers: Iterator[bytes], offset: int, stop: int) -> tuple[int, Iterator[bytes]]:
-    """Where the first line begins, and ``buffers`` from there on; nothing if that is not before ``stop``."""
+    """Begin of the first line, and ``buffers`` from there on; no buffers if it is not before ``stop``."""
     for buffer in buffers:
         if (place := buffer.find(b"\n")) >= 0:
             return offset + place + 1, itertools.chain([buffer[place + 1 :]], buffers)
@@ -71,7 +71,7 @@ class _Unpacker(Protocol):
 
 
 def contents(content: BinaryIO, source: SourceFile, reading: Reading) -> Iterator[bytes]:
-    """What is in the open file ``content`` from where it stands, unpacked where the file is compressed.
+    """The content of the open file ``content`` from its position on, unpacked if the file is compressed.
 
     Of a part of a compressed file: from its first document on.
     """
@@ -163,7 +163,7 @@ _UNPACKERS: dict[str, Callable[[], _Unpacker]] = {
 
 
 def lines(buffers: Iterator[bytes], offset: int, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """(where it begins, line without newline) of what ``buffers`` hold from ``offset`` on; None: it was too long."""
+    """(begin, line without newline) for the lines of ``buffers`` from ``offset`` on; None: the line is too long."""
     waiting: list[bytes] = []
     num_waiting = 0
     for buffer in buffers:

@@ -15,7 +15,7 @@ TEXT = "text"
 
 @dataclass(frozen=True, kw_only=True)
 class InputFormatEntry:
-    """What is said of a format without importing it."""
+    """Properties of a format, known without importing it."""
 
     suffixes: tuple[str, ...]
     """Ends of the names of its files, without those of compression."""
@@ -30,7 +30,7 @@ class InputFormatEntry:
     holds_many: bool = True
     """A file of it holds many documents."""
     in_directories: bool = True
-    """Read in directories unless the source says otherwise."""
+    """Whether files of the format in directories are read by default."""
 
     def load(self, file: SourceFile) -> InputFormat:
         """The format. ``UserError``: a package that it needs to read ``file`` is missing."""
@@ -78,7 +78,7 @@ DEFAULT_SUFFIXES = tuple(suffix for suffix, name in _BY_SUFFIX.items() if FORMAT
 
 
 def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
-    """The format of ``file``: the one that is asked for, or by its suffix; or why it is of none."""
+    """The format of ``file``: the requested one, or by its suffix; or the reason that it has none."""
     name = file.path.name.lower()
     if options.format is not None:
         entry = FORMATS[options.format]

@@ -7,7 +7,7 @@ from lightscale.data_pipeline.preparation.readers.ranges import FileRange
 
 
 class WholeText(InputFormat):
-    """Text as it is."""
+    """Plain text."""
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument]:
         """All of it."""

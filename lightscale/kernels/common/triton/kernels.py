@@ -61,6 +61,25 @@ def tile_program(H, num_tiles, COLUMN_TILES: tl.constexpr):
 
 
 @triton.jit
+def chunk_tokens(chunk, T, CHUNK: tl.constexpr):
+    """Of a chunk of a row of T tokens: its first token, its length, places in it, and which of these exist."""
+    begin = chunk * CHUNK
+    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
+    i = tl.arange(0, CHUNK)
+    return begin, length, i, i < length
+
+
+@triton.jit
+def step_program(K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Of a program with some columns of a state (K, V): its row and head, tile, rows, columns, which of these exist."""
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    program = tl.program_id(0).to(tl.int64)
+    tile = program % V_TILES
+    rows, cols = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    return program // V_TILES, tile, rows, cols, exists(rows, K, BLOCK_K), exists(cols, V, BLOCK_V)
+
+
+@triton.jit
 def wave(positions, turns, half):
     """cos (half 0) or sin (half 1) of positions · θ, with ``turns`` = θ in 2^-64 of a turn, int64 (``turns_of``).
 
@@ -97,12 +116,7 @@ def recurrent(
     BLOCK_V: tl.constexpr,
 ):
     """One token: S <- f ⊙ S + k vᵀ and o = Sᵀ q; a program has some columns of a head's state."""
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    program = tl.program_id(0).to(tl.int64)
-    row_head = program // V_TILES
-    rows = tl.arange(0, BLOCK_K)
-    cols = program % V_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_row, has_col = exists(rows, K, BLOCK_K), exists(cols, V, BLOCK_V)
+    row_head, _, rows, cols, has_row, has_col = step_program(K, V, BLOCK_K, BLOCK_V)
     at = row_head * K * V + rows[:, None] * V + cols[None, :]
     inside = has_row[:, None] & has_col[None, :]
     state = tl.load(before + at, mask=inside, other=0.0)

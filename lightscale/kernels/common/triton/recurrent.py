@@ -27,7 +27,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S:
     o, after = torch.empty(v.shape, dtype=v.dtype, device=v.device), S.new_empty(S.shape)
     num_rows, num_heads, width = v.shape
     decays = None if log_decay is None else log_decay.float()
-    constants = _constants(q.size(2), width)
+    constants = step_constants(q.size(2), width)
     num_programs = num_rows * num_heads * -(-width // constants["BLOCK_V"])
     if num_programs:
         with on_device_of(q):
@@ -60,13 +60,14 @@ def recurrent_case(operator: str, dtype: torch.dtype, K: int, V: int, *, by_chan
         name=case_name(operator, "step", K, V, dtype),
         kernel=recurrent,
         arguments={**given, "H": "i32", **dict.fromkeys(others, "i32:16")},
-        constants={**_constants(K, V), one: 1},
+        constants={**step_constants(K, V), one: 1},
         num_warps=NUM_WARPS,
         tensor_cores=False,
     )
 
 
-def _constants(K: int, V: int) -> dict[str, Any]:
+def step_constants(K: int, V: int) -> dict[str, Any]:
+    """The widths of a state (K, V), and those of its part in a program (``step_program``)."""
     return {
         "K": K,
         "V": V,

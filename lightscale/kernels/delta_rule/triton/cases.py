@@ -8,10 +8,11 @@ import torch
 from lightscale.kernels.common.triton.cases import NAMES, case_name, integers, pointers, strides
 from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.launch import NUM_WARPS
+from lightscale.kernels.common.triton.recurrent import step_constants
 from lightscale.kernels.delta_rule.triton.gradients import gradients_channels, gradients_heads
 from lightscale.kernels.delta_rule.triton.pairs import prepare_channels, prepare_heads
 from lightscale.kernels.delta_rule.triton.states import scan_back, scan_forward
-from lightscale.kernels.delta_rule.triton.step import step, step_constants
+from lightscale.kernels.delta_rule.triton.step import step
 from lightscale.kernels.delta_rule.triton.tiling import (
     gradient_constants,
     prepare_constants,

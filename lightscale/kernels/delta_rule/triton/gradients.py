@@ -12,7 +12,7 @@ same pairs once more above it as (j, i), so that no result of a dot is transpose
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, tile_program
+from lightscale.kernels.common.triton.kernels import chunk_tokens, exists, last_start, own_starts, tile_program
 from lightscale.kernels.delta_rule.triton.pairs import decay_between
 from lightscale.kernels.gla.triton.decays import add_to_logs, decay_rows, in_second_half, load_logs, product
 from lightscale.kernels.gla.triton.gradients import token_products
@@ -125,10 +125,7 @@ def gradients_heads(
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row, head, chunk, tile_k = tile_program(N, num_chunks, K_TILES)
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    i = tl.arange(0, CHUNK)
-    inside = i < length
+    begin, length, i, inside = chunk_tokens(chunk, T, CHUNK)
     line, column = i[:, None], i[None, :]
     of_tokens = (row * N + head) * T + begin + i
     of_chunk = (row * N + head) * num_chunks + chunk
@@ -250,10 +247,7 @@ def gradients_channels(
     DOCUMENTS: tl.constexpr = starts is not None
     row, head, chunk, tile_k = tile_program(N, num_chunks, K_TILES)
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    i = tl.arange(0, CHUNK)
-    inside = i < length
+    begin, length, i, inside = chunk_tokens(chunk, T, CHUNK)
     line, column = i[:, None], i[None, :]
     of_chunk = (row * N + head) * num_chunks + chunk
     has_k = exists(cols, K, BLOCK_K)

@@ -12,7 +12,7 @@ gradients of β need no division.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts
+from lightscale.kernels.common.triton.kernels import chunk_tokens, exists, last_start, own_starts
 from lightscale.kernels.gla.triton.decays import decay_columns, decay_rows, in_second_half, load_logs, product
 
 
@@ -90,10 +90,7 @@ def prepare_heads(
     """Everything about one chunk and head that needs no values, with a decay of each head or none."""
     program = tl.program_id(0).to(tl.int64)
     head, chunk, row = program % N, program // N % num_chunks, program // (N * num_chunks)
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    i = tl.arange(0, CHUNK)
-    inside = i < length
+    begin, length, i, inside = chunk_tokens(chunk, T, CHUNK)
     line, column = i[:, None], i[None, :]
     of_tokens = (row * N + head) * T + begin + i
     of_chunk = (row * N + head) * num_chunks + chunk
@@ -183,10 +180,7 @@ def prepare_channels(
     """
     program = tl.program_id(0).to(tl.int64)
     head, chunk, row = program % N, program // N % num_chunks, program // (N * num_chunks)
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    i = tl.arange(0, CHUNK)
-    inside = i < length
+    begin, length, i, inside = chunk_tokens(chunk, T, CHUNK)
     line, column = i[:, None], i[None, :]
     of_chunk = (row * N + head) * num_chunks + chunk
     own_start, last = own_starts(starts, row * T, begin, i, length), last_start(starts, row * T, begin, length)

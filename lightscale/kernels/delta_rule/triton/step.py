@@ -3,18 +3,14 @@
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightscale.kernels.common.triton.kernels import exists
-from lightscale.kernels.common.triton.launch import LAUNCH, on_device_of, power_of_two
-
-# Most columns of a state in a program, which holds all rows of them.
-_COLUMNS = 32
+from lightscale.kernels.common.triton.kernels import step_program
+from lightscale.kernels.common.triton.launch import LAUNCH, on_device_of
+from lightscale.kernels.common.triton.recurrent import step_constants
 
 
 @triton.jit
@@ -38,12 +34,7 @@ def step(
     BLOCK_V: tl.constexpr,
 ):
     """S <- f ⊙ S, u = β (v - Sᵀ k), S <- S + k uᵀ and o = Sᵀ q; a program has some columns of a head's state."""
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    program = tl.program_id(0).to(tl.int64)
-    row_head = program // V_TILES
-    rows = tl.arange(0, BLOCK_K)
-    cols = program % V_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_row, has_col = exists(rows, K, BLOCK_K), exists(cols, V, BLOCK_V)
+    row_head, _, rows, cols, has_row, has_col = step_program(K, V, BLOCK_K, BLOCK_V)
     at = row_head * K * V + rows[:, None] * V + cols[None, :]
     inside = has_row[:, None] & has_col[None, :]
     state = tl.load(before + at, mask=inside, other=0.0)
@@ -58,16 +49,6 @@ def step(
     tl.store(after + at, state, mask=inside)
     read = tl.sum(query[:, None] * state, 0)
     tl.store(out + row_head * V + cols, read.to(out.dtype.element_ty), mask=has_col)
-
-
-def step_constants(K: int, V: int) -> dict[str, Any]:
-    """The constants of ``step`` but the groups of heads."""
-    return {
-        "K": K,
-        "V": V,
-        "BLOCK_K": power_of_two(K, most=1 << 20),
-        "BLOCK_V": power_of_two(V, most=_COLUMNS),
-    }
 
 
 def recurrent_step(

@@ -10,7 +10,7 @@ gradient one with the transposed matrix. Names of shapes and arguments are those
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts
+from lightscale.kernels.common.triton.kernels import chunk_tokens, exists, last_start, own_starts
 
 
 @triton.jit
@@ -114,10 +114,7 @@ def prepare(
     head = program % H
     chunk = program // H % num_chunks
     row = program // (H * num_chunks)
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    i = tl.arange(0, CHUNK)
-    inside = i < length
+    begin, length, i, inside = chunk_tokens(chunk, T, CHUNK)
     line, column = i[:, None], i[None, :]
 
     own_start, last = own_starts(starts, row * T, begin, i, length), last_start(starts, row * T, begin, length)

@@ -6,7 +6,7 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, tile_program
+from lightscale.kernels.common.triton.kernels import chunk_tokens, exists, last_start, own_starts, tile_program
 from lightscale.kernels.gla.triton.decays import add_to_logs, decay_rows, in_second_half, load_logs, product
 
 
@@ -117,10 +117,7 @@ def gradients(
     DOCUMENTS: tl.constexpr = starts is not None
     row, head, chunk, tile_k = tile_program(H, num_chunks, K_TILES)
     cols = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    begin = chunk * CHUNK
-    length = tl.minimum(CHUNK, T - begin).to(tl.int32)
-    i = tl.arange(0, CHUNK)
-    inside = i < length
+    begin, length, i, inside = chunk_tokens(chunk, T, CHUNK)
     line, column = i[:, None], i[None, :]
     has_k = exists(cols, K, BLOCK_K)
     mask = inside[:, None] & has_k[None, :]

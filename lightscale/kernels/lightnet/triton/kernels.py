@@ -17,7 +17,7 @@ where they are multiplied (``wave``).
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, tile_program
+from lightscale.kernels.common.triton.kernels import exists, step_program, tile_program
 
 # Only e^(reference - z) can exceed 1. Up to e^60 times a query nothing overflows, and what underflows counts for less
 # than e^-27 anywhere; tokens whose z lies deeper below the reference get one of their own.
@@ -106,13 +106,8 @@ def recurrent(
     BLOCK_V: tl.constexpr,
 ):
     """One token: the state's mean takes in φ vᵀ, weighed by e^k; a program has some columns of a head's state."""
-    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     R: tl.constexpr = K if cos is None else 2 * K
-    program = tl.program_id(0).to(tl.int64)
-    row_head = program // V_TILES
-    rows = tl.arange(0, BLOCK_K)
-    cols = program % V_TILES * BLOCK_V + tl.arange(0, BLOCK_V)
-    has_row, has_col = exists(rows, K, BLOCK_K), exists(cols, V, BLOCK_V)
+    row_head, tile, rows, cols, has_row, has_col = step_program(K, V, BLOCK_K, BLOCK_V)
     inside = has_row[:, None] & has_col[None, :]
 
     z = tl.load(z_before + row_head * K + rows, mask=has_row, other=EMPTY)
@@ -122,7 +117,7 @@ def recurrent(
     total = old + new
     share = tl.where(total > 0.0, 1.0 / tl.maximum(total, 1e-30), 0.0)
     z_next = tl.where(total > 0.0, top + tl.log(tl.maximum(total, 1e-30)), EMPTY)
-    if program % V_TILES == 0:
+    if tile == 0:
         tl.store(z_after + row_head * K + rows, z_next, mask=has_row)
     old *= share
     new *= share
