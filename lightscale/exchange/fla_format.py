@@ -74,6 +74,8 @@ class FlaFormat(ExportFormat):
             reasons.append(
                 f"llama: fla's heads are hidden_size / num_heads = {heads} wide, not head_dim = {attention.head_dim}"
             )
+        if softmax and attention.qk_norm != "none":
+            reasons.append(f"llama: fla's norm of queries and keys is not that of qk_norm = {attention.qk_norm!r}")
         if reasons:
             raise UserError(
                 "--format fla: fla's classes compute something else; omit --format to export for transformers\n"

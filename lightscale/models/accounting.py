@@ -119,7 +119,8 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     if model.head is not None:
         whole.add(_OUTPUT_WEIGHT)
     for layer, mixer in enumerate(model.layers):
-        whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in mixer_spec(mixer).whole_on_tensor_ranks}
+        names = mixer_spec(mixer).whole_parameters(model, layer)
+        whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in names}
     return whole
 
 

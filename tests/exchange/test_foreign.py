@@ -47,6 +47,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("Llama", {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"num_key_value_heads": 4, "head_dim": 10, "sliding_window": None, "hidden_size": 60}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 24}),
 }
 IDS, ROWS, TOKENS = 264, 280, 50
 """Ids of the tokenizer, rows of the embedding, tokens of a text."""
@@ -246,7 +247,7 @@ SCALING = {**LLAMA_3, "factor": 4.0}
         ("llama 3", {"head_dim": 7}, "heads of 7 channels"),
         ("llama 3", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama 3", {"tie_word_embeddings": True}, "lm_head.weight is in the file, but not in the model"),
-        ("qwen2", {"model_type": "qwen3"}, "'qwen3'; use lightscale, llama, mistral and qwen2"),
+        ("qwen2", {"model_type": "phi3"}, "'phi3'; use lightscale, llama, mistral, qwen2 and qwen3"),
     ],
 )
 def test_what_is_not_computed_is_refused(

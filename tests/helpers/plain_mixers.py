@@ -77,12 +77,31 @@ def lower_bounds(table: Tensor) -> Tensor:
 
 
 def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Full matrices of attention, with rotations as products of complex numbers."""
-    q, k, v = plain.heads(model, x, weights)
-    scores = _rotated(q) @ _rotated(k).mT / math.sqrt(model.head_dim)
-    weight = torch.where(torch.ones_like(scores).tril() > 0, scores.exp(), 0.0)
-    o = weight / weight.sum(dim=-1, keepdim=True) @ v
-    return plain.concatenated(o) @ weights["out_proj.weight"].T
+    """Full matrices of attention, with rotations as products of complex numbers; every option."""
+    own, heads = model.layer_options(layer), model.num_heads
+    groups, width = own.num_key_value_heads or heads, own.head_dim or model.head_dim
+    both = x @ weights["kv_proj.weight"].T + weights.get("kv_proj.bias", 0.0)
+    k, v = both.view(len(x), groups, 2, width).permute(2, 1, 0, 3)
+    q = (x @ weights["q_proj.weight"].T + weights.get("q_proj.bias", 0.0)).view(len(x), heads, width).transpose(0, 1)
+    q, k = (_head_norm(model, own, y, weights.get(name)) for y, name in ((q, "q_norm.weight"), (k, "k_norm.weight")))
+    # Neighbours among the heads of queries share one of keys and values.
+    k, v = (y[[head * groups // heads for head in range(heads)]] for y in (k, v))
+    scores = _rotated(q, own.rope_theta) @ _rotated(k, own.rope_theta).mT / math.sqrt(width)
+    seen = torch.ones_like(scores)
+    weight = torch.where((seen.tril() if own.causal else seen) > 0, scores.exp(), 0.0)
+    o = plain.concatenated(weight / weight.sum(dim=-1, keepdim=True) @ v)
+    return o @ weights["out_proj.weight"].T + weights.get("out_proj.bias", 0.0)
+
+
+def _head_norm(model: ModelConfig, own: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+    """(h, n, k): each head, or all heads of a token together, over the root of its mean square."""
+    if weight is None:
+        return x
+    weight = 1 + weight if own.zero_centered_norm else weight
+    square = x.square().mean(dim=-1, keepdim=True)
+    if own.qk_norm == "all":
+        square, weight = square.mean(dim=0), weight.view(len(x), 1, -1)
+    return x / (square + model.norm_eps).sqrt() * weight
 
 
 def lion(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -280,10 +299,10 @@ def _cosines(distance: Tensor, theta: Tensor) -> Tensor:
     return torch.cos(distance[None, :, :, None] * theta[:, None, None, :])
 
 
-def _rotated(x: Tensor) -> Tensor:
+def _rotated(x: Tensor, base: float = 10000.0) -> Tensor:
     """(h, n, k) at positions 0 … n - 1: channel i is the real part and i + k/2 the imaginary part of a number."""
     half = x.size(-1) // 2
-    angles = 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
+    angles = base ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
     phases = torch.arange(x.size(-2), dtype=torch.float64)[:, None] * angles
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(phases), phases)
     return torch.cat([turned.real, turned.imag], dim=-1)

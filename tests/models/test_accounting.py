@@ -43,6 +43,10 @@ GROUPED = tiny(
 )
 BY_CHANNEL = tiny("lion-s", norm="rmsnorm", mixer_options={"lion-s": {"vector_decay": True}})
 SPLIT = {**{name: tiny(name, norm="rmsnorm") for name in MIXERS}, "grouped": GROUPED, "by channel": BY_CHANNEL}
+SPLIT |= {
+    f"norm of {kind}": tiny("llama", mixer_options={"llama": {"qk_norm": kind, "num_key_value_heads": 2}})
+    for kind in ("head", "all")
+}
 SPLIT |= {f"padded, {tied=}": tiny("tnl", vocab_size=321, tie_word_embeddings=tied) for tied in (True, False)}
 
 

@@ -71,6 +71,8 @@ class _SoftmaxAttention(_Exact):
     bias: bool
     output_bias: bool
     causal: bool = True
+    qk_norm: Literal["none", "head", "all"] = "none"
+    zero_centered_norm: bool = False
 
     def attention(self) -> Attention:
         scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
@@ -154,14 +156,24 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+    },
 }
 """What transformers takes where a configuration says nothing, by model_type; where it is not null for all of them."""
+
+
+_WITH_BIASES = ("llama", "qwen3")
+"""Models whose attention_bias is of all projections."""
 
 
 class _Llama(_Known):
     """What is not said has transformers' default."""
 
-    model_type: Literal["llama", "mistral", "qwen2"]
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     num_key_value_heads: _Width | None = None
     head_dim: _Width | None = None
@@ -195,13 +207,14 @@ class _Llama(_Known):
             rope_theta=rope.rope_theta or self.rope_theta or 10000.0,
             rope_scaling=_scaling(rope, path),
             # Qwen2 does not say it: queries, keys and values have biases, and outputs none. Mistral has none.
-            bias=(self.attention_bias and self.model_type == "llama") or self.model_type == "qwen2",
-            output_bias=self.attention_bias and self.model_type == "llama",
+            bias=(self.attention_bias and self.model_type in _WITH_BIASES) or self.model_type == "qwen2",
+            output_bias=self.attention_bias and self.model_type in _WITH_BIASES,
+            qk_norm="head" if self.model_type == "qwen3" else "none",
         )
 
     def _has_window(self) -> bool:
         """Whether a layer attends to a window."""
-        if self.model_type == "qwen2":
+        if self.model_type in ("qwen2", "qwen3"):
             if self.layer_types is not None:
                 return self.use_sliding_window and "sliding_attention" in self.layer_types
             return self.use_sliding_window and self.max_window_layers < self.num_hidden_layers
@@ -229,12 +242,16 @@ def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
 
 
 def own_class(shape: Shape) -> str | None:
-    """Which of transformers' own models computes the model: Llama, Mistral or Qwen2; None: none of them."""
+    """Which of transformers' own models computes the model: Llama, Mistral, Qwen2 or Qwen3; None: none of them."""
     attention = shape.attention
     if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm" or shape.task != "causal" or not attention.causal:
         return None
     if not shape.final_norm or not shape.intermediate_size:
         return None
+    if attention.zero_centered_norm or attention.qk_norm == "all":
+        return None
+    if attention.qk_norm == "head":
+        return None if attention.bias and not attention.output_bias else "Qwen3"
     if attention.bias and not attention.output_bias:
         return "Qwen2"
     # transformers' Llama refuses such widths, whatever head_dim says; without biases Mistral is the same model.
@@ -304,6 +321,7 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
             "Llama": {"attention_bias": attention.bias, "mlp_bias": False},
             "Mistral": {"sliding_window": None},
             "Qwen2": {"use_sliding_window": False},
+            "Qwen3": {"attention_bias": attention.bias, "use_sliding_window": False},
         }
         return {
             "architectures": [f"{own}ForCausalLM"],
@@ -411,7 +429,7 @@ def read_config(path: Path) -> tuple[Shape, int]:
             tied=llama.tie_word_embeddings,
         )
     else:
-        kinds = "lightscale, llama, mistral and qwen2"
+        kinds = "lightscale, llama, mistral, qwen2 and qwen3"
         raise UserError(f"{path}: model_type = {shown(repr(kind))}; use {kinds}")
     _check_heads(shape, path)
     return shape, known.max_position_embeddings

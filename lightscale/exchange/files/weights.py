@@ -64,6 +64,8 @@ _ROLES = {
     "forget_down": "forget_down.weight",
     "forget_up": "forget_up.weight",
     "output_norm": "o_norm",
+    "q_norm": "q_norm.weight",
+    "k_norm": "k_norm.weight",
     **{name: name for name in ("decay_logit", "log_rate", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
@@ -76,7 +78,9 @@ _PARTS = {
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
 """Options of mixers that stand in ``Shape`` outside of its ``forms``."""
-_OF_LLAMA = frozenset({"causal", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "attention_bias"})
+_SAME_IN_LLAMA = frozenset({"causal", "rope_theta", "qk_norm", "zero_centered_norm"})
+"""Those of LLaMA's attention that ``Attention`` has too."""
+_OF_LLAMA = _SAME_IN_LLAMA | {"num_key_value_heads", "head_dim", "rope_scaling", "attention_bias"}
 """Those of LLaMA's attention."""
 _OF_MODEL = frozenset(
     {
@@ -190,11 +194,10 @@ def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attenti
         # One form for one shape, so that shapes can be compared.
         num_key_value_heads=None if heads == model.num_heads else heads,
         head_dim=None if width * model.num_heads == model.hidden_size else width,
-        rope_theta=options.rope_theta,
         rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
         bias=options.attention_bias != "none",
         output_bias=options.attention_bias == "all",
-        causal=options.causal,
+        **options.model_dump(include=set(_SAME_IN_LLAMA)),
     )
 
 

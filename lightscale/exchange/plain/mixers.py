@@ -472,6 +472,24 @@ class Attention:
     output_bias: bool = False
     causal: bool = True
     """Whether tokens see those up to themselves; otherwise the whole row, and there is no state."""
+    qk_norm: str = "none"
+    """RMS norm of queries and keys before the rotation: none; head, of each head; all, over all heads together."""
+    zero_centered_norm: bool = False
+    """Whether it multiplies by 1 + weight."""
+
+
+class QueryKeyNorm(nn.Module):
+    """RMS norm over the last dim, times a weight, or times 1 + it."""
+
+    def __init__(self, width: int, *, eps: float, zero_centered: bool = False) -> None:
+        super().__init__()
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.zeros(width) if zero_centered else torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (…, width) -> (…, width)"""
+        weight = 1 + self.weight.to(wide_dtype(x)) if self.zero_centered else self.weight
+        return rms_norm(x, weight, self.eps)
 
 
 def rotary_angles(width: int, attention: Attention, device: torch.device) -> Tensor:
@@ -506,12 +524,26 @@ class SoftmaxMixer(HeadMixer):
             raise ValueError(f"heads of {self.head_dim} channels: rotary positions turn channels in pairs")
         self.attention = attention
         self.k_proj = nn.Linear(hidden_size, self.value_size, bias=attention.bias)
+        if attention.qk_norm != "none":
+            of_head = attention.qk_norm == "head"
+            widths = [self.head_dim if of_head else heads.out_features for heads in (self.q_proj, self.k_proj)]
+            self.q_norm, self.k_norm = (
+                QueryKeyNorm(width, eps=eps, zero_centered=attention.zero_centered_norm) for width in widths
+            )
+
+    def normalised(self, x: Tensor, norm: str) -> Tensor:
+        """x: (b, n, h k), projected -> (b, n, h, k)"""
+        if self.attention.qk_norm == "all":
+            x = self.get_submodule(norm)(x)
+        x = self.heads(x)
+        return self.get_submodule(norm)(x) if self.attention.qk_norm == "head" else x
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``k``, ``v``: (b, N, g, k) and ``seen``: (b, N) bool."""
         if not self.attention.causal:
             refuse_state(self, state)
-        q, k, v = (self.heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.normalised(self.q_proj(x), "q_norm"), self.normalised(self.k_proj(x), "k_norm")
+        v = self.heads(self.v_proj(x))
         theta = rotary_angles(self.head_dim, self.attention, x.device).to(wide_dtype(x))
         turns = phases(self.positions(x, mask, state), theta)
         q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)

@@ -3,12 +3,13 @@
     q, k = RoPE(x W_q), RoPE(x W_k);  v = x W_v;  o_t = Σ_{s ≤ t} softmax(q_t·k_s / sqrt(head_dim)) v_s
 
 (arXiv 2302.13971.) With ``causal`` = false the sum is over all tokens of the document, as in BERT. Several heads of
-queries may share one of keys and values (grouped queries, arXiv 2305.13245). Documents do not see each other. The state
-is the cache of keys and values, which grows: by copies, or within room that was made for it.
+queries may share one of keys and values (grouped queries, arXiv 2305.13245). With ``qk_norm`` an RMS norm of queries
+and keys precedes the rotation (arXiv 2302.05442, section 2.1). Documents do not see each other. The state is the cache
+of keys and values, which grows: by copies, or within room that was made for it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from lightscale.kernels.attention import DocumentAttention, sdpa
 from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
+from lightscale.models.layers.norms import AllHeadsNorm, HeadNorm
 from lightscale.models.layers.positions import rope, rotary_angles
 from lightscale.models.layers.token_cache import take_in, with_room
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.specs.options import llama_heads, llama_options
+from lightscale.models.specs.options import LLaMAOptions, llama_heads, llama_options
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import begin_gather
 
@@ -47,21 +49,35 @@ class LLaMA(Mixer):
         self.kv_proj = column_parallel(config, d, both, std=std, group=group, bias=bias != "none")
         self.q_proj = column_parallel(config, d, width, std=std, group=group, bias=bias != "none")
         self.out_proj = row_parallel(config, width, d, std=self.output_std, group=group, bias=bias == "all")
+        if options.qk_norm != "none":
+            self.q_norm, self.k_norm = (
+                self._norm_of(options, heads) for heads in (model.num_heads, num_key_value_heads)
+            )
         # Kept on the device: a copy in each pass would make the host wait.
         wide = torch.promote_types(config.params_dtype, torch.float32)
         theta = rotary_angles(self.head_dim, options.rope_theta, options.rope_scaling)
         theta = theta[None].to(self.q_proj.weight.device, wide)
         self.register_buffer("theta", theta, persistent=False)
 
+    def _norm_of(self, options: LLaMAOptions, heads: int) -> HeadNorm | AllHeadsNorm:
+        eps, centered = self.model.norm_eps, options.zero_centered_norm
+        if options.qk_norm == "head":
+            return HeadNorm(self.config, self.head_dim, eps, self.group, zero_centered=centered)
+        return AllHeadsNorm(self.config, heads * self.head_dim, eps, self.group, zero_centered=centered)
+
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
         phases = phases_of(Angles(self.theta, context.positions), self.theta.dtype)
-        finish = self._begin(rope(k, phases), v, context)
+        finish = self._begin(rope(self._normalised(k, "k_norm"), phases), v, context)
         (q,) = self._heads(self.q_proj, x)
-        o = finish(rope(q, phases))
+        o = finish(rope(self._normalised(q, "q_norm"), phases))
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]
         return out
+
+    def _normalised(self, x: Tensor, name: Literal["q_norm", "k_norm"]) -> Tensor:
+        norm = getattr(self, name, None)
+        return x if norm is None else norm(x)
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:

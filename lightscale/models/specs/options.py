@@ -224,6 +224,20 @@ class LLaMAOptions(Section):
     """Rotary positions for longer sequences, a table; none: unscaled."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Projections with a bias: queries, keys and values (as in Qwen2), or also outputs."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMS norm of queries and keys before the rotation: head, of each head, with a weight that all heads share (Qwen3);
+    all, over the channels of all heads together (OLMo 2)."""
+    zero_centered_norm: bool = False
+    """Whether that norm multiplies by 1 + weight, as in Qwen3-Next and Gemma 3; false: by the weight."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.zero_centered_norm and self.qk_norm == "none":
+            raise ValueError(
+                'zero_centered_norm = true with qk_norm = "none": there is no norm; use qk_norm = "head", or '
+                "zero_centered_norm = false"
+            )
+        return self
 
 
 def llama_options(model: ModelConfig, layer: int) -> LLaMAOptions:

@@ -1,0 +1,175 @@
+"""LLaMA's options in drawn combinations against full matrices in fp64: logits and every gradient, on every way.
+
+On one rank with packed documents; on two tensor ranks; on two sequence ranks with uneven segments; in pieces that read
+on from a state; and as the plain model that is exported.
+"""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightscale.config.model import ModelConfig
+from lightscale.exchange.files.weights import exported_tensors, shape_of
+from lightscale.exchange.imported import model_of
+from lightscale.exchange.plain.model import CausalModel
+
+TESTS = Path(__file__).parents[2]
+oracle = SimpleNamespace(**runpy.run_path(str(TESTS / "parallel" / "test_plain_oracle.py")))
+drawing = SimpleNamespace(**runpy.run_path(str(TESTS / "helpers" / "drawing.py")))
+parity, plain = oracle.parity, oracle.plain
+RunRanks = Callable[..., list[Any]]
+
+AXES: dict[str, list[Any]] = {
+    "qk_norm": ["none", "head", "all"],
+    "zero_centered_norm": [False, True],
+    "heads": [{}, {"num_key_value_heads": 2, "head_dim": 10}],
+    "attention_bias": ["none", "all"],
+}
+"""Values of each option, or tables of some that go together."""
+SHAPE: dict[str, Any] = {
+    "mixer": ["tnl", "llama"],
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 128,
+    "norm": "rmsnorm",
+    # Of weights that are not small, so that scores are not all alike.
+    "init_std": 0.2,
+}
+
+
+def valid(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without those that their other options exclude."""
+    if options["qk_norm"] == "none":
+        options = {**options, "zero_centered_norm": False}
+    return options
+
+
+def drawn() -> dict[str, ModelConfig]:
+    found: dict[str, ModelConfig] = {}
+    for values in drawing.covering("llama", *AXES.values()):
+        options: dict[str, Any] = {}
+        for axis, value in zip(AXES, values, strict=True):
+            options |= value if isinstance(value, dict) else {axis: value}
+        model = ModelConfig.model_validate({**SHAPE, "mixer_options": {"llama": valid(options)}})
+        if model not in found.values():
+            found[f"drawn-{len(found)}"] = model
+    return found
+
+
+MODELS = drawn()
+parity.MODELS.update(MODELS)
+for name in MODELS:
+    oracle.mixers.MIX[name] = lambda model, x, weights, layer: oracle.mixers.MIX[model.layers[layer]](
+        model, x, weights, layer
+    )
+PIECES = [1, 30, 1, 2, 14]
+
+
+def on_two_ranks(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
+    """Loss and gradients by case, and of one rank also logits at once and in pieces."""
+    cases = [f"{name}{layout}" for name in MODELS for layout in ("", " tensor=2", " sequence=2 cuts=0,37")]
+    found = oracle.engine_gradients(rank, world_size, init_method, cases)
+    return {"ranks": found, "pieces": in_pieces(f"{init_method}-pieces") if rank == 0 else {}}
+
+
+@torch.no_grad()
+def in_pieces(init_method: str) -> dict[str, float]:
+    """How far logits that pieces of rows give are from those of whole rows."""
+    found = {}
+    for number, (name, model) in enumerate(MODELS.items()):
+        with plain.built_model(model, f"{init_method}-{number}") as module:
+            plain.disturb(module)
+            rows = plain.batch(model, [[20, 28], [48]])
+            tokens, positions, states = rows["tokens"], rows["positions"], dict[str, Any]()
+            cut = zip(tokens.split(PIECES, dim=1), positions.split(PIECES, dim=1), strict=True)
+            parts = [module(ids, own, states=states) for ids, own in cut]
+            found[name] = plain.error(torch.cat(parts, dim=1), module(tokens, positions))
+    return found
+
+
+@pytest.fixture(scope="module")
+def computed(run_ranks: RunRanks) -> dict[str, Any]:
+    return run_ranks(on_two_ranks, 2)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_full_matrices(name: str, computed: dict[str, Any]) -> None:
+    """Packed documents on one rank, two tensor ranks and two sequence ranks."""
+    start = computed["ranks"][name][0]
+    expected_loss, expected = oracle.plain_gradients(name, start, 0)
+    for layout in ("", " tensor=2", " sequence=2 cuts=0,37"):
+        weights, loss, gradients = computed["ranks"][f"{name}{layout}"]
+        assert all(torch.equal(weight, start[key]) for key, weight in weights.items()), layout
+        assert loss == pytest.approx(expected_loss, rel=1e-12), layout
+        assert gradients.keys() == expected.keys()
+        for key, gradient in gradients.items():
+            assert plain.error(gradient, expected[key]) < 1e-10, (layout, key)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_carry_over_cuts(name: str, computed: dict[str, Any]) -> None:
+    assert computed["pieces"][name] < 1e-10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plain_model_is_the_trained_one(name: str, computed: dict[str, Any]) -> None:
+    """Logits and gradients of one document, at once and in pieces; the shape gives the options back."""
+    model, weights = MODELS[name], computed["ranks"][name][0]
+    shape = shape_of(model, vocab_size=parity.VOCAB_SIZE)
+    read = model_of(shape)
+    assert read.mixer_options["llama"] == model.mixer_options["llama"]
+    assert shape_of(read, vocab_size=shape.vocab_size) == shape
+    module = CausalModel(shape).double()
+    taken = exported_tensors(model, vocab_size=shape.vocab_size)
+    rows = {own: whole_rows(weights[one.key], one.ranges) for own, one in taken.items()}
+    module.load_state_dict(rows)
+    leaves = {key: weight.double().clone().requires_grad_() for key, weight in weights.items()}
+    tokens = torch.randint(0, shape.vocab_size, (48,), generator=torch.Generator().manual_seed(0))
+    mix = oracle.functools.partial(oracle.mixers.MIX[name], model)
+    expected = plain.document_logits(model, leaves, tokens, mix)[:, : shape.vocab_size]
+    found, states = module(tokens[None])[0][0], None
+    assert plain.error(found, expected) < 1e-10
+    parts = []
+    for part in tokens[None].split(PIECES, dim=1):
+        logits, states = module(part, states)
+        parts.append(logits[0])
+    assert plain.error(torch.cat(parts), expected) < 1e-10
+    cotangent = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=found.dtype)
+    (found * cotangent).sum().backward()
+    (expected * cotangent).sum().backward()
+    for own, weight in module.named_parameters():
+        gradient = leaves[taken[own].key].grad
+        assert weight.grad is not None and gradient is not None
+        assert plain.error(weight.grad, whole_rows(gradient, taken[own].ranges)) < 1e-10, own
+
+
+def whole_rows(weight: Tensor, ranges: tuple[tuple[int, int], ...] | None) -> Tensor:
+    return weight if ranges is None else torch.cat([weight[first:last] for first, last in ranges])
+
+
+def test_all_values_are_drawn() -> None:
+    for axis, values in AXES.items():
+        for value in values:
+            table = value if isinstance(value, dict) else {axis: value}
+            some = [model.mixer_options["llama"].model_dump() for model in MODELS.values()]
+            assert any(all(one[key] == wanted for key, wanted in table.items()) for one in some), (axis, value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero_centered_norm": True}, r"zero_centered_norm = true with qk_norm = \"none\".* use qk_norm = \"head\""),
+        ({"qk_norm": "heads"}, "qk_norm"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.model_validate({**SHAPE, "mixer_options": {"llama": options}})
