@@ -67,6 +67,8 @@ class FlaFormat(ExportFormat):
             )
         if softmax and attention.rope_scaling is not None:
             reasons.append("llama: fla's rotary angles are not scaled, and rope_scaling slows the slow ones down")
+        if softmax and (attention.positions == "none" or attention.rope_fraction < 1):
+            reasons.append("llama: fla's attention rotates all channels of queries and keys")
         if softmax and attention.output_bias:
             reasons.append("llama: fla's attention is W_o o, without the bias that attention_bias = 'all' adds")
         if softmax and attention.head_dim is not None:
@@ -75,7 +77,7 @@ class FlaFormat(ExportFormat):
                 f"llama: fla's heads are hidden_size / num_heads = {heads} wide, not head_dim = {attention.head_dim}"
             )
         if softmax and attention.qk_norm != "none":
-            reasons.append(f"llama: fla's norm of queries and keys is not that of qk_norm = {attention.qk_norm!r}")
+            reasons.append(f"llama: qk_norm = {attention.qk_norm!r} is not written for fla, whose norms are others")
         if reasons:
             raise UserError(
                 "--format fla: fla's classes compute something else; omit --format to export for transformers\n"

@@ -86,11 +86,50 @@ def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor
     q, k = (_head_norm(model, own, y, weights.get(name)) for y, name in ((q, "q_norm.weight"), (k, "k_norm.weight")))
     # Neighbours among the heads of queries share one of keys and values.
     k, v = (y[[head * groups // heads for head in range(heads)]] for y in (k, v))
-    scores = _rotated(q, own.rope_theta) @ _rotated(k, own.rope_theta).mT / math.sqrt(width)
+    scores = _turned(q, own) @ _turned(k, own).mT / math.sqrt(width)
     seen = torch.ones_like(scores)
     weight = torch.where((seen.tril() if own.causal else seen) > 0, scores.exp(), 0.0)
     o = plain.concatenated(weight / weight.sum(dim=-1, keepdim=True) @ v)
     return o @ weights["out_proj.weight"].T + weights.get("out_proj.bias", 0.0)
+
+
+def _turned(x: Tensor, own: Any) -> Tensor:
+    """(h, n, k) at positions 0 … n - 1, by complex numbers on the first channels."""
+    if own.positions == "none":
+        return x
+    width = int(x.size(-1) * own.rope_fraction)
+    angles, factor = rotary_angles(width, own)
+    phases = torch.arange(x.size(-2), dtype=torch.float64)[:, None] * angles
+    turned = torch.complex(*x[..., :width].chunk(2, dim=-1)) * torch.polar(torch.full_like(phases, factor), phases)
+    return torch.cat([turned.real, turned.imag, x[..., width:]], dim=-1)
+
+
+def rotary_angles(width: int, own: Any) -> tuple[Tensor, float]:
+    """Angles of a token, one by one, and the factor of what is rotated."""
+    angles = [own.rope_theta ** (-2 * i / width) for i in range(width // 2)]
+    scaling = own.rope_scaling
+    if scaling is None:
+        return torch.tensor(angles, dtype=torch.float64), 1.0
+    first = scaling.original_max_position_embeddings
+    for i, angle in enumerate(angles):
+        if scaling.rope_type == "llama3":
+            wave = 2 * math.pi / angle
+            kept = (first / wave - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        elif scaling.rope_type == "yarn":
+            # Channels (not pairs of them) over the number of turns: NTK by parts, section 3.2, as in transformers.
+            ends = [
+                width * math.log(first / turns / 2 / math.pi) / math.log(own.rope_theta) / 2
+                for turns in (scaling.beta_fast or 32, scaling.beta_slow or 1)
+            ]
+            low, high = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
+            low, high = max(low, 0), min(high, width - 1)
+            kept = 1 - (i - low) / (high - low)
+        else:
+            kept = 0.0
+        kept = min(max(kept, 0.0), 1.0)
+        angles[i] = kept * angle + (1 - kept) * angle / scaling.factor
+    grown = scaling.attention_factor or 1 + 0.1 * math.log(scaling.factor)
+    return torch.tensor(angles, dtype=torch.float64), grown if scaling.rope_type == "yarn" else 1.0
 
 
 def _head_norm(model: ModelConfig, own: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -299,10 +338,10 @@ def _cosines(distance: Tensor, theta: Tensor) -> Tensor:
     return torch.cos(distance[None, :, :, None] * theta[:, None, None, :])
 
 
-def _rotated(x: Tensor, base: float = 10000.0) -> Tensor:
+def _rotated(x: Tensor) -> Tensor:
     """(h, n, k) at positions 0 … n - 1: channel i is the real part and i + k/2 the imaginary part of a number."""
     half = x.size(-1) // 2
-    angles = base ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
+    angles = 10000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
     phases = torch.arange(x.size(-2), dtype=torch.float64)[:, None] * angles
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(phases), phases)
     return torch.cat([turned.real, turned.imag], dim=-1)

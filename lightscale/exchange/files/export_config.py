@@ -1,5 +1,6 @@
 """config.json of an export: what transformers reads of a model's shape, written and read back strictly."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
 from lightscale.files import open_regular
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
+from lightscale.models.specs.options import RopeScalingOptions, rope_keys
 from lightscale.training.checkpoints.reading import parse_object, shown
 from lightscale.training.checkpoints.schema import checked
 
@@ -54,25 +56,20 @@ class _Exact(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class _Scaling(_Exact):
-    factor: _Positive
-    low_freq_factor: _Positive
-    high_freq_factor: _Positive
-    original_max_position_embeddings: _Tokens
-
-
 class _SoftmaxAttention(_Exact):
     """``Attention``, as our own exports write it."""
 
     num_key_value_heads: _Width | None
     head_dim: _Width | None
     rope_theta: _Positive
-    rope_scaling: _Scaling | None
+    rope_scaling: RopeScalingOptions | None
     bias: bool
     output_bias: bool
     causal: bool = True
     qk_norm: Literal["none", "head", "all"] = "none"
     zero_centered_norm: bool = False
+    positions: Literal["rope", "none"] = "rope"
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def attention(self) -> Attention:
         scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
@@ -142,13 +139,19 @@ class _Rope(_Exact):
     """Both what transformers 5 writes, and what 4 wrote as rope_scaling."""
 
     rope_theta: _Positive | None = None
-    rope_type: Literal["default", "llama3"] | None = None
-    type: Literal["default", "llama3"] | None = None
+    rope_type: Literal["default", "llama3", "yarn", "linear"] | None = None
+    type: Literal["default", "llama3", "yarn", "linear"] | None = None
     """Its older name."""
     factor: _Positive | None = None
     low_freq_factor: _Positive | None = None
     high_freq_factor: _Positive | None = None
     original_max_position_embeddings: _Tokens | None = None
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    attention_factor: _Positive | None = None
+    truncate: bool | None = None
+    mscale: _Positive | None = None
+    mscale_all_dim: _Positive | None = None
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
 
 
@@ -222,23 +225,16 @@ class _Llama(_Known):
 
 
 def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
-    if (rope.rope_type or rope.type or "default") == "default":
+    kind = rope.rope_type or rope.type or "default"
+    if kind == "default":
         return None
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [name for name in names if getattr(rope, name) is None]:
-        raise UserError(f"{path}: the rotary positions of llama3 need {missing[0]}")
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
-    if rope.high_freq_factor <= rope.low_freq_factor:
-        raise UserError(
-            f"{path}: high_freq_factor = {rope.high_freq_factor} must be more than low_freq_factor = "
-            f"{rope.low_freq_factor}"
-        )
-    return RopeScaling(
-        factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
-        original_max_position_embeddings=rope.original_max_position_embeddings,
-    )
+    # transformers ignores keys of other types.
+    values = rope.model_dump(include=set(rope_keys(kind)), exclude_none=True) | {"rope_type": kind}
+    if kind == "yarn" and rope.attention_factor is None and rope.mscale and rope.mscale_all_dim and rope.factor:
+        # As in DeepSeek's models: two factors by which scores grow, one of which the rotation does not have.
+        slow = 0.1 * math.log(max(1.0, rope.factor))
+        values["attention_factor"] = (rope.mscale * slow + 1) / (rope.mscale_all_dim * slow + 1)
+    return RopeScaling(**checked(RopeScalingOptions, values, path, "rope_parameters").model_dump())
 
 
 def own_class(shape: Shape) -> str | None:
@@ -249,6 +245,8 @@ def own_class(shape: Shape) -> str | None:
     if not shape.final_norm or not shape.intermediate_size:
         return None
     if attention.zero_centered_norm or attention.qk_norm == "all":
+        return None
+    if attention.positions == "none" or attention.rope_fraction < 1:
         return None
     if attention.qk_norm == "head":
         return None if attention.bias and not attention.output_bias else "Qwen3"
@@ -316,7 +314,7 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
     }
     if (own := own_class(shape)) is not None:
         attention = shape.attention
-        scaling = {} if attention.rope_scaling is None else asdict(attention.rope_scaling)
+        scaling = {"rope_type": "default"} if attention.rope_scaling is None else _set(asdict(attention.rope_scaling))
         of_class: dict[str, dict[str, Any]] = {
             "Llama": {"attention_bias": attention.bias, "mlp_bias": False},
             "Mistral": {"sliding_window": None},
@@ -333,7 +331,6 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
             **of_class[own],
             "rope_parameters": {
                 "rope_theta": attention.rope_theta,
-                "rope_type": "llama3" if scaling else "default",
                 **scaling,
             },
         }
@@ -362,6 +359,12 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         **({} if shape.toeplitz == ToeplitzForm() else {"toeplitz": asdict(shape.toeplitz)}),
         **({"learned_positions": shape.learned_positions} if shape.learned_positions else {}),
     }
+
+
+def _set(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Those keys that say something."""
+    usual = asdict(RopeScaling(factor=1.0)) | {"rope_type": None, "factor": None}
+    return {key: value for key, value in scaling.items() if value != usual[key]}
 
 
 def _labels(shape: Shape, classes: Sequence[str]) -> dict[str, Any]:
@@ -496,7 +499,10 @@ def _check_heads(shape: Shape, path: Path) -> None:
         raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
     width = attention.head_dim or shape.hidden_size // heads
     turned = "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope"
-    if ("llama" in shape.mixers or turned) and width % 2:
+    rotated = int(width * attention.rope_fraction) if attention.positions == "rope" else 0
+    if "llama" in shape.mixers and rotated % 2 and rotated < width:
+        raise UserError(f"{path}: {rotated} of {width} channels are rotated; rotary positions need an even number")
+    if (("llama" in shape.mixers and rotated) or turned) and width % 2:
         raise UserError(f"{path}: heads of {width} channels; rotary positions need an even number")
 
 

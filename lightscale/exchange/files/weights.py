@@ -78,7 +78,7 @@ _PARTS = {
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
 """Options of mixers that stand in ``Shape`` outside of its ``forms``."""
-_SAME_IN_LLAMA = frozenset({"causal", "rope_theta", "qk_norm", "zero_centered_norm"})
+_SAME_IN_LLAMA = frozenset({"causal", "rope_theta", "qk_norm", "zero_centered_norm", "positions", "rope_fraction"})
 """Those of LLaMA's attention that ``Attention`` has too."""
 _OF_LLAMA = _SAME_IN_LLAMA | {"num_key_value_heads", "head_dim", "rope_scaling", "attention_bias"}
 """Those of LLaMA's attention."""
@@ -194,7 +194,7 @@ def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attenti
         # One form for one shape, so that shapes can be compared.
         num_key_value_heads=None if heads == model.num_heads else heads,
         head_dim=None if width * model.num_heads == model.hidden_size else width,
-        rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
+        rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump()),
         bias=options.attention_bias != "none",
         output_bias=options.attention_bias == "all",
         **options.model_dump(include=set(_SAME_IN_LLAMA)),

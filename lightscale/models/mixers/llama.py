@@ -4,8 +4,9 @@
 
 (arXiv 2302.13971.) With ``causal`` = false the sum is over all tokens of the document, as in BERT. Several heads of
 queries may share one of keys and values (grouped queries, arXiv 2305.13245). With ``qk_norm`` an RMS norm of queries
-and keys precedes the rotation (arXiv 2302.05442, section 2.1). Documents do not see each other. The state is the cache
-of keys and values, which grows: by copies, or within room that was made for it.
+and keys precedes the rotation (arXiv 2302.05442, section 2.1). ``positions`` = "none" leaves the rotation out,
+``rope_fraction`` keeps it to the first channels of a head. Documents do not see each other. The state is the cache of
+keys and values, which grows: by copies, or within room that was made for it.
 """
 
 from collections.abc import Sequence
@@ -16,14 +17,14 @@ from torch import Tensor
 
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.attention import DocumentAttention, sdpa
-from lightscale.kernels.common.angles import Angles, phases_of
+from lightscale.kernels.common.angles import Phases
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.norms import AllHeadsNorm, HeadNorm
-from lightscale.models.layers.positions import rope, rotary_angles
+from lightscale.models.layers.positions import RotaryPositions, rope
 from lightscale.models.layers.token_cache import take_in, with_room
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.specs.options import LLaMAOptions, llama_heads, llama_options
+from lightscale.models.specs.options import LLaMAOptions, llama_heads, llama_options, rotary_width
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import begin_gather
 
@@ -53,11 +54,15 @@ class LLaMA(Mixer):
             self.q_norm, self.k_norm = (
                 self._norm_of(options, heads) for heads in (model.num_heads, num_key_value_heads)
             )
-        # Kept on the device: a copy in each pass would make the host wait.
-        wide = torch.promote_types(config.params_dtype, torch.float32)
-        theta = rotary_angles(self.head_dim, options.rope_theta, options.rope_scaling)
-        theta = theta[None].to(self.q_proj.weight.device, wide)
-        self.register_buffer("theta", theta, persistent=False)
+        self.rotary = None
+        if options.positions == "rope":
+            self.rotary = RotaryPositions(
+                config,
+                rotary_width(model, self.layer),
+                base=options.rope_theta,
+                scaling=options.rope_scaling,
+                device=self.q_proj.weight.device,
+            )
 
     def _norm_of(self, options: LLaMAOptions, heads: int) -> HeadNorm | AllHeadsNorm:
         eps, centered = self.model.norm_eps, options.zero_centered_norm
@@ -68,16 +73,18 @@ class LLaMA(Mixer):
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
-        phases = phases_of(Angles(self.theta, context.positions), self.theta.dtype)
-        finish = self._begin(rope(self._normalised(k, "k_norm"), phases), v, context)
+        phases = None if self.rotary is None else self.rotary(context.positions)
+        finish = self._begin(self._placed(k, "k_norm", phases), v, context)
         (q,) = self._heads(self.q_proj, x)
-        o = finish(rope(self._normalised(q, "q_norm"), phases))
+        o = finish(self._placed(q, "q_norm", phases))
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]
         return out
 
-    def _normalised(self, x: Tensor, name: Literal["q_norm", "k_norm"]) -> Tensor:
-        norm = getattr(self, name, None)
-        return x if norm is None else norm(x)
+    def _placed(self, x: Tensor, norm: Literal["q_norm", "k_norm"], phases: Phases | None) -> Tensor:
+        """Queries or keys, normalised and rotated as far as the options have it."""
+        if hasattr(self, norm):
+            x = getattr(self, norm)(x)
+        return x if phases is None else rope(x, phases)
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
+from lightscale.config.schema import ParallelConfig
+from lightscale.errors import UserError
 from lightscale.exchange.files.weights import exported_tensors, shape_of
 from lightscale.exchange.imported import model_of
 from lightscale.exchange.plain.model import CausalModel
+from lightscale.models.registry import check_model
+from lightscale.models.specs.options import LLaMAOptions
 
 TESTS = Path(__file__).parents[2]
 oracle = SimpleNamespace(**runpy.run_path(str(TESTS / "parallel" / "test_plain_oracle.py")))
@@ -25,11 +29,28 @@ drawing = SimpleNamespace(**runpy.run_path(str(TESTS / "helpers" / "drawing.py")
 parity, plain = oracle.parity, oracle.plain
 RunRanks = Callable[..., list[Any]]
 
+SCALINGS: list[dict[str, Any]] = [
+    {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+        "attention_factor": 0.8,
+    },
+]
 AXES: dict[str, list[Any]] = {
     "qk_norm": ["none", "head", "all"],
     "zero_centered_norm": [False, True],
-    "heads": [{}, {"num_key_value_heads": 2, "head_dim": 10}],
+    "heads": [{}, {"num_key_value_heads": 2, "head_dim": 12}],
     "attention_bias": ["none", "all"],
+    "positions": ["rope", "none"],
+    "rope_fraction": [1.0, 0.5],
+    "rope_scaling": [None, *SCALINGS],
 }
 """Values of each option, or tables of some that go together."""
 SHAPE: dict[str, Any] = {
@@ -45,10 +66,16 @@ SHAPE: dict[str, Any] = {
 }
 
 
+USUAL = {"qk_norm": "head", "positions": "rope"}
+"""What does not exclude other options."""
+
+
 def valid(options: dict[str, Any]) -> dict[str, Any]:
     """The options without those that their other options exclude."""
     if options["qk_norm"] == "none":
         options = {**options, "zero_centered_norm": False}
+    if options["positions"] == "none":
+        options = {**options, "rope_fraction": 1.0, "rope_scaling": None}
     return options
 
 
@@ -57,7 +84,7 @@ def drawn() -> dict[str, ModelConfig]:
     for values in drawing.covering("llama", *AXES.values()):
         options: dict[str, Any] = {}
         for axis, value in zip(AXES, values, strict=True):
-            options |= value if isinstance(value, dict) else {axis: value}
+            options |= value if axis == "heads" else {axis: value}
         model = ModelConfig.model_validate({**SHAPE, "mixer_options": {"llama": valid(options)}})
         if model not in found.values():
             found[f"drawn-{len(found)}"] = model
@@ -151,6 +178,13 @@ def test_the_plain_model_is_the_trained_one(name: str, computed: dict[str, Any])
         assert plain.error(weight.grad, whole_rows(gradient, taken[own].ranges)) < 1e-10, own
 
 
+@pytest.mark.parametrize(("fraction", "message"), [(0.7, "of 8 channels is 5, .* use 0.5"), (0.1, "is 0, .* use 0.25")])
+def test_channels_are_rotated_in_pairs(fraction: float, message: str) -> None:
+    model = ModelConfig.model_validate({**SHAPE, "mixer_options": {"llama": {"rope_fraction": fraction}}})
+    with pytest.raises(UserError, match=message):
+        check_model(model, ParallelConfig())
+
+
 def whole_rows(weight: Tensor, ranges: tuple[tuple[int, int], ...] | None) -> Tensor:
     return weight if ranges is None else torch.cat([weight[first:last] for first, last in ranges])
 
@@ -158,9 +192,10 @@ def whole_rows(weight: Tensor, ranges: tuple[tuple[int, int], ...] | None) -> Te
 def test_all_values_are_drawn() -> None:
     for axis, values in AXES.items():
         for value in values:
-            table = value if isinstance(value, dict) else {axis: value}
-            some = [model.mixer_options["llama"].model_dump() for model in MODELS.values()]
-            assert any(all(one[key] == wanted for key, wanted in table.items()) for one in some), (axis, value)
+            table = LLaMAOptions.model_validate(value if axis == "heads" else valid({**USUAL, axis: value}))
+            some = [model.mixer_options["llama"] for model in MODELS.values()]
+            keys = value if axis == "heads" else [axis]
+            assert any(all(getattr(one, key) == getattr(table, key) for key in keys) for one in some), (axis, value)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +203,10 @@ def test_all_values_are_drawn() -> None:
     [
         ({"zero_centered_norm": True}, r"zero_centered_norm = true with qk_norm = \"none\".* use qk_norm = \"head\""),
         ({"qk_norm": "heads"}, "qk_norm"),
+        ({"positions": "none", "rope_fraction": 0.5}, "rope_fraction: nothing is rotated; remove rope_fraction"),
+        ({"rope_scaling": {"factor": 8.0}}, 'rope_type = "llama3" needs low_freq_factor; set it'),
+        ({"rope_scaling": {**SCALINGS[1], "beta_fast": 8.0}}, 'rope_type = "linear" has no beta_fast; remove it'),
+        ({"rope_scaling": {**SCALINGS[2], "beta_slow": 9.0}}, "beta_fast = 8.0 must be above beta_slow = 9.0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
