@@ -69,6 +69,8 @@ class FlaFormat(ExportFormat):
             reasons.append("llama: fla's rotary angles are not scaled, and rope_scaling slows the slow ones down")
         if softmax and (attention.positions == "none" or attention.rope_fraction < 1):
             reasons.append("llama: fla's attention rotates all channels of queries and keys")
+        if softmax and attention.output_gate:
+            reasons.append("llama: fla's attention is W_o o, without the gate that output_gate = true multiplies by")
         if softmax and attention.output_bias:
             reasons.append("llama: fla's attention is W_o o, without the bias that attention_bias = 'all' adds")
         if softmax and attention.head_dim is not None:

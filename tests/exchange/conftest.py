@@ -40,6 +40,8 @@ num_key_value_heads = 2
 qk_norm = "all"
 zero_centered_norm = true
 rope_fraction = 0.5
+output_gate = true
+attention_bias = "qkv"
 rope_scaling = { rope_type = "yarn", factor = 4.0, original_max_position_embeddings = 64 }""",
     "decay": """mixer = ["decay-attention", "tnl"]
 [model.mixer_options.decay-attention]

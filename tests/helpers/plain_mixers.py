@@ -82,14 +82,18 @@ def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor
     groups, width = own.num_key_value_heads or heads, own.head_dim or model.head_dim
     both = x @ weights["kv_proj.weight"].T + weights.get("kv_proj.bias", 0.0)
     k, v = both.view(len(x), groups, 2, width).permute(2, 1, 0, 3)
-    q = (x @ weights["q_proj.weight"].T + weights.get("q_proj.bias", 0.0)).view(len(x), heads, width).transpose(0, 1)
+    q = (x @ weights["q_proj.weight"].T + weights.get("q_proj.bias", 0.0)).view(len(x), heads, -1).transpose(0, 1)
+    q, gate = q[..., :width], q[..., width:]
     q, k = (_head_norm(model, own, y, weights.get(name)) for y, name in ((q, "q_norm.weight"), (k, "k_norm.weight")))
     # Neighbours among the heads of queries share one of keys and values.
     k, v = (y[[head * groups // heads for head in range(heads)]] for y in (k, v))
     scores = _turned(q, own) @ _turned(k, own).mT / math.sqrt(width)
     seen = torch.ones_like(scores)
     weight = torch.where((seen.tril() if own.causal else seen) > 0, scores.exp(), 0.0)
-    o = plain.concatenated(weight / weight.sum(dim=-1, keepdim=True) @ v)
+    o = weight / weight.sum(dim=-1, keepdim=True) @ v
+    if own.output_gate:
+        o = o / (1 + torch.exp(-gate))
+    o = plain.concatenated(o)
     return o @ weights["out_proj.weight"].T + weights.get("out_proj.bias", 0.0)
 
 

@@ -70,6 +70,7 @@ class _SoftmaxAttention(_Exact):
     zero_centered_norm: bool = False
     positions: Literal["rope", "none"] = "rope"
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    output_gate: bool = False
 
     def attention(self) -> Attention:
         scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
@@ -246,7 +247,7 @@ def own_class(shape: Shape) -> str | None:
         return None
     if attention.zero_centered_norm or attention.qk_norm == "all":
         return None
-    if attention.positions == "none" or attention.rope_fraction < 1:
+    if attention.positions == "none" or attention.rope_fraction < 1 or attention.output_gate:
         return None
     if attention.qk_norm == "head":
         return None if attention.bias and not attention.output_bias else "Qwen3"

@@ -53,6 +53,7 @@ _ROLES = {
     "decay_down": "decay_down.weight",
     "decay_up": "decay_up.weight",
     "angles": "theta",
+    "gate_bias": "gate_proj.bias",
     "q_bias": "q_proj.bias",
     "k_bias": "k_proj.bias",
     "v_bias": "v_proj.bias",
@@ -78,7 +79,9 @@ _PARTS = {
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
 """Options of mixers that stand in ``Shape`` outside of its ``forms``."""
-_SAME_IN_LLAMA = frozenset({"causal", "rope_theta", "qk_norm", "zero_centered_norm", "positions", "rope_fraction"})
+_SAME_IN_LLAMA = frozenset(
+    {"causal", "rope_theta", "qk_norm", "zero_centered_norm", "positions", "rope_fraction", "output_gate"}
+)
 """Those of LLaMA's attention that ``Attention`` has too."""
 _OF_LLAMA = _SAME_IN_LLAMA | {"num_key_value_heads", "head_dim", "rope_scaling", "attention_bias"}
 """Those of LLaMA's attention."""

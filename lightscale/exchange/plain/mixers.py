@@ -490,6 +490,8 @@ class Attention:
     """Rotations of queries and keys: rope or none."""
     rope_fraction: float = 1.0
     """Share of a head's channels that are rotated, the first ones."""
+    output_gate: bool = False
+    """Whether outputs are multiplied by the sigmoid of a linear map of the input."""
 
 
 class QueryKeyNorm(nn.Module):
@@ -561,6 +563,8 @@ class SoftmaxMixer(HeadMixer):
             raise ValueError(f"{self.turned} channels of a head: rotary positions turn channels in pairs")
         self.attention = attention
         self.k_proj = nn.Linear(hidden_size, self.value_size, bias=attention.bias)
+        if attention.output_gate:
+            self.gate_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=attention.bias)
         if attention.qk_norm != "none":
             of_head = attention.qk_norm == "head"
             widths = [self.head_dim if of_head else heads.out_features for heads in (self.q_proj, self.k_proj)]
@@ -589,16 +593,22 @@ class SoftmaxMixer(HeadMixer):
                 torch.cat([rotate_pairs(y[..., : self.turned], turns), y[..., self.turned :]], dim=-1) for y in (q, k)
             )
         if not self.attention.causal:
-            read: Tensor = self.o_proj(softmax_attention(q, k, v, mask, causal=False).flatten(2))
-            return read, {}
+            return self.output(softmax_attention(q, k, v, mask, causal=False), x), {}
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         seen = None if mask is None and state is None else real
         if state is not None:
             k, v = torch.cat([state["k"], k], dim=1), torch.cat([state["v"], v], dim=1)
             seen = real = torch.cat([state["seen"], real], dim=1)
         left = {"k": k, "v": v, "seen": real, "position": self.next_position(x, mask, state)}
-        mixed: Tensor = self.o_proj(softmax_attention(q, k, v, seen).flatten(2))
-        return mixed, left
+        return self.output(softmax_attention(q, k, v, seen), x), left
+
+    def output(self, o: Tensor, x: Tensor) -> Tensor:
+        """o: (b, n, h, k), x: (b, n, d), the mixer's input -> (b, n, d)"""
+        o = o.flatten(2)
+        if self.attention.output_gate:
+            o = o * torch.sigmoid(self.gate_proj(x))
+        mixed: Tensor = self.o_proj(o)
+        return mixed
 
 
 def wavelengths(num_heads: int, width: int, device: torch.device | None = None) -> Tensor:

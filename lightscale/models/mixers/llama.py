@@ -2,11 +2,14 @@
 
     q, k = RoPE(x W_q), RoPE(x W_k);  v = x W_v;  o_t = Σ_{s ≤ t} softmax(q_t·k_s / sqrt(head_dim)) v_s
 
-(arXiv 2302.13971.) With ``causal`` = false the sum is over all tokens of the document, as in BERT. Several heads of
-queries may share one of keys and values (grouped queries, arXiv 2305.13245). With ``qk_norm`` an RMS norm of queries
-and keys precedes the rotation (arXiv 2302.05442, section 2.1). ``positions`` = "none" leaves the rotation out,
-``rope_fraction`` keeps it to the first channels of a head. Documents do not see each other. The state is the cache of
-keys and values, which grows: by copies, or within room that was made for it.
+(arXiv 2302.13971.) Documents do not see each other. The state is the cache of keys and values, which grows: by copies,
+or within room that was made for it. Options:
+
+``causal`` = false        the sum is over all tokens of the document, as in BERT
+``num_key_value_heads``   several heads of queries share one of keys and values (arXiv 2305.13245)
+``qk_norm``               an RMS norm of queries and keys precedes the rotation (arXiv 2302.05442, section 2.1)
+``positions``, ``rope_fraction``  no rotation (arXiv 2305.19466), or one of the first channels of each head
+``output_gate``           o ⊙ σ(x W_g) goes on to the output projection (arXiv 2505.06708)
 """
 
 from collections.abc import Sequence
@@ -44,11 +47,13 @@ class LLaMA(Mixer):
         self.is_causal = options.causal
         num_key_value_heads, self.head_dim = llama_heads(model, self.layer)
         width, bias = model.num_heads * self.head_dim, options.attention_bias
-        # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads. The
-        # queries are projected apart, while keys and values are gathered from other sequence ranks.
+        # Rows are ordered head by head, k and v of a head together, q and gate too, so that a contiguous shard holds
+        # whole heads. The queries are projected apart, while keys and values are gathered from other sequence ranks.
         both = 2 * num_key_value_heads * self.head_dim
         self.kv_proj = column_parallel(config, d, both, std=std, group=group, bias=bias != "none")
-        self.q_proj = column_parallel(config, d, width, std=std, group=group, bias=bias != "none")
+        self.has_gate = options.output_gate
+        rows = 2 * width if self.has_gate else width
+        self.q_proj = column_parallel(config, d, rows, std=std, group=group, bias=bias != "none")
         self.out_proj = row_parallel(config, width, d, std=self.output_std, group=group, bias=bias == "all")
         if options.qk_norm != "none":
             self.q_norm, self.k_norm = (
@@ -75,8 +80,10 @@ class LLaMA(Mixer):
         k, v = self._heads(self.kv_proj, x, 2)
         phases = None if self.rotary is None else self.rotary(context.positions)
         finish = self._begin(self._placed(k, "k_norm", phases), v, context)
-        (q,) = self._heads(self.q_proj, x)
+        q, *gate = self._heads(self.q_proj, x, 2 if self.has_gate else 1)
         o = finish(self._placed(q, "q_norm", phases))
+        if gate:
+            o = o * torch.sigmoid(gate[0])
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]
         return out
 

@@ -31,9 +31,10 @@ class LLaMASpec(MixerSpec):
         bias = options.attention_bias
         heads, head_dim = llama_heads(model, layer)
         both, width = 2 * heads * head_dim, model.num_heads * head_dim
-        shapes: Shapes = {"kv_proj.weight": (both, d), "q_proj.weight": (width, d), "out_proj.weight": (d, width)}
+        rows = 2 * width if options.output_gate else width
+        shapes: Shapes = {"kv_proj.weight": (both, d), "q_proj.weight": (rows, d), "out_proj.weight": (d, width)}
         if bias != "none":
-            shapes |= {"kv_proj.bias": (both,), "q_proj.bias": (width,)}
+            shapes |= {"kv_proj.bias": (both,), "q_proj.bias": (rows,)}
         if options.qk_norm != "none":
             of_q, of_k = (width, both // 2) if options.qk_norm == "all" else (head_dim, head_dim)
             shapes |= {"q_norm.weight": (of_q,), "k_norm.weight": (of_k,)}
@@ -47,12 +48,19 @@ class LLaMASpec(MixerSpec):
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
-        """Keys and values stand in one matrix. Roles of biases are called after those of the weights: ``q_bias``, …"""
+        """Keys and values stand in one matrix, queries and gates in another, head by head.
+
+        Roles of biases are called after those of the weights: ``q_bias``, …
+        """
         heads, head_dim = llama_heads(model, layer)
+        has_gate = llama_options(model, layer).output_gate
         found: dict[str, ParameterRows] = {}
         for kind, suffix in (("weight", ""), ("bias", "_bias")):
             keys, values = (rows_by_head(f"kv_proj.{kind}", place, heads, head_dim) for place in (0, 1))
             found |= {f"q{suffix}": ParameterRows(parameter=f"q_proj.{kind}"), f"k{suffix}": keys, f"v{suffix}": values}
+            if has_gate:
+                queries, gates = (rows_by_head(f"q_proj.{kind}", n, model.num_heads, head_dim) for n in (0, 1))
+                found |= {f"q{suffix}": queries, f"gate{suffix}": gates}
             found[f"o{suffix}"] = ParameterRows(parameter=f"out_proj.{kind}")
         found |= {role: ParameterRows(parameter=f"{role}.weight") for role in ("q_norm", "k_norm")}
         shapes = LLaMASpec.parameter_shapes(model, layer)
@@ -65,11 +73,14 @@ class LLaMASpec(MixerSpec):
 
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:
-        """Of a norm, queries before it; keys before it stay with the values, or are copied by a norm over all heads."""
+        """Of a norm, queries before it; keys before it stay with the values, or are copied by a norm over all heads.
+
+        Of a gate, the output before it.
+        """
         heads, head_dim = llama_heads(model, layer)
-        qk_norm = llama_options(model, layer).qk_norm
+        options = llama_options(model, layer)
         kept = {"none": 0, "head": model.num_heads, "all": model.num_heads + heads}
-        return kept[qk_norm] * head_dim
+        return (kept[options.qk_norm] + model.num_heads * options.output_gate) * head_dim
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:

@@ -269,6 +269,8 @@ class LLaMAOptions(Section):
     all, over the channels of all heads together (OLMo 2)."""
     zero_centered_norm: bool = False
     """Whether that norm multiplies by 1 + weight, as in Qwen3-Next and Gemma 3; false: by the weight."""
+    output_gate: bool = False
+    """Multiply each head's output by the sigmoid of a gate, a linear map of the mixer's input, as in Qwen3-Next."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
