@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightscale.config.fields import toml_value
 from lightscale.errors import UserError
 from lightscale.exchange.files.export_config import ConfigFacts
 from lightscale.exchange.files.safetensors_files import Written
@@ -69,6 +70,9 @@ class FlaFormat(ExportFormat):
             reasons.append("llama: fla's rotary angles are not scaled, and rope_scaling slows the slow ones down")
         if softmax and (attention.positions == "none" or attention.rope_fraction < 1):
             reasons.append("llama: fla's attention rotates all channels of queries and keys")
+        for name in ("window", "attention_logit_cap", "attention_sinks") if softmax else ():
+            if (value := getattr(attention, name)) not in (None, False):
+                reasons.append(f"llama: {name} = {toml_value(value)} is not written for fla")
         if softmax and attention.output_gate:
             reasons.append("llama: fla's attention is W_o o, without the gate that output_gate = true multiplies by")
         if softmax and attention.output_bias:

@@ -49,6 +49,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
     "biases": ("Llama", {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"num_key_value_heads": 4, "head_dim": 10, "sliding_window": None, "hidden_size": 60}),
+    "mistral, window": ("Mistral", {"num_key_value_heads": 4, "sliding_window": 20}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 24, "rope_parameters": YARN}),
 }
@@ -233,12 +234,10 @@ SCALING = {**LLAMA_3, "factor": 4.0}
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("mistral", {"sliding_window": 64}, r"sliding_window = 64 is below max_position_embeddings = 128"),
-        ("mistral", {"max_position_embeddings": None, "sliding_window": 4096}, "max_position_embeddings = 131072"),
         (
             "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None},
-            "sliding_window = 64 is below",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
+            "some layers have sliding_window = 64 .* set max_position_embeddings = 64",
         ),
         ("llama 3", {"rope_parameters": {**SCALING, "rope_type": "longrope"}}, r"rope_type = 'longrope'.*llama3"),
         ("llama 3", {"rope_parameters": {"full_attention": LLAMA_3}}, "full_attention"),

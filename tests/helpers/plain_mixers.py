@@ -88,9 +88,15 @@ def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor
     # Neighbours among the heads of queries share one of keys and values.
     k, v = (y[[head * groups // heads for head in range(heads)]] for y in (k, v))
     scores = _turned(q, own) @ _turned(k, own).mT / math.sqrt(width)
-    seen = torch.ones_like(scores)
-    weight = torch.where((seen.tril() if own.causal else seen) > 0, scores.exp(), 0.0)
-    o = weight / weight.sum(dim=-1, keepdim=True) @ v
+    if own.attention_logit_cap is not None:
+        scores = own.attention_logit_cap * torch.tanh(scores / own.attention_logit_cap)
+    distance = _distance(x)
+    seen = (distance >= 0 if own.causal else distance > -len(x)) & (distance < (own.window or len(x)))
+    weight = torch.where(seen, scores.exp(), 0.0)
+    total = weight.sum(dim=-1, keepdim=True)
+    if own.attention_sinks:
+        total = total + weights["sinks.logit"].exp()[:, None, None]
+    o = weight / total @ v
     if own.output_gate:
         o = o / (1 + torch.exp(-gate))
     o = plain.concatenated(o)

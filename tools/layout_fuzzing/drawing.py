@@ -44,6 +44,8 @@ NUMBERS: dict[str, list[Any]] = {
     "rope_scaling.factor": [8.0],
     "llama.positions": ["rope", "none"],
     "rope_fraction": [1.0, 0.5],
+    "window": [None, 5, 20],
+    "attention_logit_cap": [None, 2.0],
     "rope_scaling.low_freq_factor": [1.0, None],
     "rope_scaling.high_freq_factor": [4.0, None],
     "rope_scaling.original_max_position_embeddings": [16],

@@ -71,6 +71,9 @@ class _SoftmaxAttention(_Exact):
     positions: Literal["rope", "none"] = "rope"
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     output_gate: bool = False
+    window: _Tokens | None = None
+    attention_logit_cap: _Positive | None = None
+    attention_sinks: bool = False
 
     def attention(self) -> Attention:
         scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
@@ -170,6 +173,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """What transformers takes where a configuration says nothing, by model_type; where it is not null for all of them."""
 
 
+_SLIDING = "sliding_attention"
 _WITH_BIASES = ("llama", "qwen3")
 """Models whose attention_bias is of all projections."""
 
@@ -194,14 +198,7 @@ class _Llama(_Known):
     layer_types: list[str] | None = None
 
     def attention(self, path: Path) -> Attention:
-        """Its softmax attention. UserError for one that looks back only so far."""
-        window = self.sliding_window if self._has_window() else None
-        if window is not None and window < self.max_position_embeddings:
-            raise UserError(
-                f"{path}: sliding_window = {window} is below max_position_embeddings = "
-                f"{self.max_position_embeddings}, and lightscale computes only full attention; for texts up to the "
-                f"window, set max_position_embeddings = {window}"
-            )
+        """Its softmax attention. UserError for layers that differ in it."""
         heads = self.num_key_value_heads or self.num_attention_heads
         width = self.head_dim or self.hidden_size // self.num_attention_heads
         rope = self.rope_parameters or self.rope_scaling or _Rope()
@@ -214,15 +211,26 @@ class _Llama(_Known):
             bias=(self.attention_bias and self.model_type in _WITH_BIASES) or self.model_type == "qwen2",
             output_bias=self.attention_bias and self.model_type in _WITH_BIASES,
             qk_norm="head" if self.model_type == "qwen3" else "none",
+            window=self._window(path),
         )
 
-    def _has_window(self) -> bool:
-        """Whether a layer attends to a window."""
-        if self.model_type in ("qwen2", "qwen3"):
-            if self.layer_types is not None:
-                return self.use_sliding_window and "sliding_attention" in self.layer_types
-            return self.use_sliding_window and self.max_window_layers < self.num_hidden_layers
-        return self.model_type == "mistral"
+    def _window(self, path: Path) -> int | None:
+        """The window of all layers; one that hides nothing is none."""
+        window = self.sliding_window
+        if window is None or window >= self.max_position_embeddings:
+            return None
+        if self.model_type not in ("qwen2", "qwen3"):
+            return window if self.model_type == "mistral" else None
+        layers = range(self.num_hidden_layers)
+        kinds = self.layer_types or [_SLIDING if layer >= self.max_window_layers else "full" for layer in layers]
+        if not self.use_sliding_window or _SLIDING not in kinds:
+            return None
+        if {*kinds} != {_SLIDING}:
+            raise UserError(
+                f"{path}: some layers have sliding_window = {window} and others none, and lightscale's layers of a "
+                f"mixer are alike; for texts up to the window, set max_position_embeddings = {window}"
+            )
+        return window
 
 
 def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
@@ -238,6 +246,17 @@ def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
     return RopeScaling(**checked(RopeScalingOptions, values, path, "rope_parameters").model_dump())
 
 
+_IN_NO_CLASS = (
+    "zero_centered_norm",
+    "positions",
+    "rope_fraction",
+    "output_gate",
+    "attention_logit_cap",
+    "attention_sinks",
+)
+"""Fields of ``Attention`` that no class of transformers has here, unless they are as usual."""
+
+
 def own_class(shape: Shape) -> str | None:
     """Which of transformers' own models computes the model: Llama, Mistral, Qwen2 or Qwen3; None: none of them."""
     attention = shape.attention
@@ -245,14 +264,16 @@ def own_class(shape: Shape) -> str | None:
         return None
     if not shape.final_norm or not shape.intermediate_size:
         return None
-    if attention.zero_centered_norm or attention.qk_norm == "all":
+    usual = Attention()
+    if any(getattr(attention, name) != getattr(usual, name) for name in _IN_NO_CLASS) or attention.qk_norm == "all":
         return None
-    if attention.positions == "none" or attention.rope_fraction < 1 or attention.output_gate:
-        return None
+    only_inputs = attention.bias and not attention.output_bias
     if attention.qk_norm == "head":
-        return None if attention.bias and not attention.output_bias else "Qwen3"
-    if attention.bias and not attention.output_bias:
+        return None if only_inputs else "Qwen3"
+    if only_inputs:
         return "Qwen2"
+    if attention.window is not None:
+        return None if attention.bias else "Mistral"
     # transformers' Llama refuses such widths, whatever head_dim says; without biases Mistral is the same model.
     if shape.hidden_size % shape.num_attention_heads:
         return None if attention.bias else "Mistral"
@@ -316,11 +337,15 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
     if (own := own_class(shape)) is not None:
         attention = shape.attention
         scaling = {"rope_type": "default"} if attention.rope_scaling is None else _set(asdict(attention.rope_scaling))
+        windows: dict[str, Any] = {"use_sliding_window": attention.window is not None}
+        if attention.window is not None:
+            layer_types = [_SLIDING] * len(shape.mixers)
+            windows |= {"sliding_window": attention.window, "max_window_layers": 0, "layer_types": layer_types}
         of_class: dict[str, dict[str, Any]] = {
             "Llama": {"attention_bias": attention.bias, "mlp_bias": False},
-            "Mistral": {"sliding_window": None},
-            "Qwen2": {"use_sliding_window": False},
-            "Qwen3": {"attention_bias": attention.bias, "use_sliding_window": False},
+            "Mistral": {"sliding_window": attention.window},
+            "Qwen2": windows,
+            "Qwen3": {"attention_bias": attention.bias, **windows},
         }
         return {
             "architectures": [f"{own}ForCausalLM"],

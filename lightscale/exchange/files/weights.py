@@ -67,7 +67,7 @@ _ROLES = {
     "output_norm": "o_norm",
     "q_norm": "q_norm.weight",
     "k_norm": "k_norm.weight",
-    **{name: name for name in ("decay_logit", "log_rate", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv")},
+    **{name: name for name in ("sinks", "decay_logit", "log_rate", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
 _PARTS = {
@@ -79,11 +79,10 @@ _PARTS = {
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
 """Options of mixers that stand in ``Shape`` outside of its ``forms``."""
-_SAME_IN_LLAMA = frozenset(
-    {"causal", "rope_theta", "qk_norm", "zero_centered_norm", "positions", "rope_fraction", "output_gate"}
-)
-"""Those of LLaMA's attention that ``Attention`` has too."""
-_OF_LLAMA = _SAME_IN_LLAMA | {"num_key_value_heads", "head_dim", "rope_scaling", "attention_bias"}
+_OF_HEADS = frozenset({"num_key_value_heads", "head_dim", "rope_scaling"})
+_SAME_IN_LLAMA = frozenset({field.name for field in fields(Attention)} & LLaMAOptions.model_fields.keys()) - _OF_HEADS
+"""Options of LLaMA's attention that ``Attention`` has with the same values."""
+_OF_LLAMA = _SAME_IN_LLAMA | _OF_HEADS | {"attention_bias"}
 """Those of LLaMA's attention."""
 _OF_MODEL = frozenset(
     {
@@ -92,7 +91,7 @@ _OF_MODEL = frozenset(
     }
 )
 """What of a model's configuration is read here."""
-_WIDE = ("theta", "decay_logit", "log_rate", "A_log", "dt_bias", "o_norm", "table")
+_WIDE = ("theta", "decay_logit", "log_rate", "A_log", "dt_bias", "o_norm", "table", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)

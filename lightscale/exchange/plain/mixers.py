@@ -7,6 +7,7 @@ padding may stand anywhere and changes nothing.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -490,6 +491,12 @@ class Attention:
     """Rotations of queries and keys: rope or none."""
     rope_fraction: float = 1.0
     """Share of a head's channels that are rotated, the first ones."""
+    window: int | None = None
+    """Tokens that one sees, itself the last of them; None: all before it."""
+    attention_logit_cap: float | None = None
+    """Most of a score before the softmax, by tanh; None: no limit."""
+    attention_sinks: bool = False
+    """Whether a learned logit of each head joins the softmax's sum."""
     output_gate: bool = False
     """Whether outputs are multiplied by the sigmoid of a linear map of the input."""
 
@@ -563,6 +570,8 @@ class SoftmaxMixer(HeadMixer):
             raise ValueError(f"{self.turned} channels of a head: rotary positions turn channels in pairs")
         self.attention = attention
         self.k_proj = nn.Linear(hidden_size, self.value_size, bias=attention.bias)
+        self.sinks: nn.Parameter | None
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads)) if attention.attention_sinks else None)
         if attention.output_gate:
             self.gate_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=attention.bias)
         if attention.qk_norm != "none":
@@ -580,7 +589,10 @@ class SoftmaxMixer(HeadMixer):
         return self.get_submodule(norm)(x) if self.attention.qk_norm == "head" else x
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """x: (b, n, d), normalised -> the same and the state ``k``, ``v``: (b, N, g, k) and ``seen``: (b, N) bool."""
+        """x: (b, n, d), normalised -> the same and the state ``k``, ``v``: (b, N, g, k) and ``seen``: (b, N) bool.
+
+        Within a window N counts only tokens that a later one sees, and ``place``, (b, N), are their positions.
+        """
         if not self.attention.causal:
             refuse_state(self, state)
         q, k = self.normalised(self.q_proj(x), "q_norm"), self.normalised(self.k_proj(x), "k_norm")
@@ -592,15 +604,28 @@ class SoftmaxMixer(HeadMixer):
             q, k = (
                 torch.cat([rotate_pairs(y[..., : self.turned], turns), y[..., self.turned :]], dim=-1) for y in (q, k)
             )
+        more: dict[str, Any] = {"cap": self.attention.attention_logit_cap, "sinks": self.sinks}
         if not self.attention.causal:
-            return self.output(softmax_attention(q, k, v, mask, causal=False), x), {}
+            return self.output(softmax_attention(q, k, v, mask, causal=False, **more), x), {}
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         seen = None if mask is None and state is None else real
         if state is not None:
             k, v = torch.cat([state["k"], k], dim=1), torch.cat([state["v"], v], dim=1)
             seen = real = torch.cat([state["seen"], real], dim=1)
-        left = {"k": k, "v": v, "seen": real, "position": self.next_position(x, mask, state)}
-        return self.output(softmax_attention(q, k, v, seen), x), left
+        after = self.next_position(x, mask, state)
+        left = {"k": k, "v": v, "seen": real, "position": after}
+        near = None
+        if (window := self.attention.window) is not None:
+            place = own = self.positions(x, mask, state)
+            if state is not None:
+                place = torch.cat([state["place"], own], dim=1)
+            near = own[:, :, None] - place[:, None] < window
+            # What no later token sees is dropped.
+            ahead = (place > after[:, None] - window) & real
+            first = int((~ahead.any(0)).long().cumprod(0).sum()) if place.size(1) else 0
+            left = {key: y[:, first:].clone() for key, y in (*left.items(), ("place", place)) if key != "position"}
+            left["position"] = after
+        return self.output(softmax_attention(q, k, v, seen, near=near, **more), x), left
 
     def output(self, o: Tensor, x: Tensor) -> Tensor:
         """o: (b, n, h, k), x: (b, n, d), the mixer's input -> (b, n, d)"""

@@ -9,6 +9,9 @@ or within room that was made for it. Options:
 ``num_key_value_heads``   several heads of queries share one of keys and values (arXiv 2305.13245)
 ``qk_norm``               an RMS norm of queries and keys precedes the rotation (arXiv 2302.05442, section 2.1)
 ``positions``, ``rope_fraction``  no rotation (arXiv 2305.19466), or one of the first channels of each head
+``window``                the sum is over the last W tokens, t - s < W (arXiv 2310.06825); so much is kept of the cache
+``attention_logit_cap``   scores are cap tanh(s / cap) (arXiv 2408.00118, section 2)
+``attention_sinks``       exp of a learned logit of the head joins the softmax's sum (arXiv 2309.17453, section 3.2)
 ``output_gate``           o ⊙ σ(x W_g) goes on to the output projection (arXiv 2505.06708)
 """
 
@@ -19,15 +22,17 @@ import torch
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.attention import DocumentAttention, sdpa
+from lightscale.kernels.attention import DocumentAttention, masked_attention, sdpa
 from lightscale.kernels.common.angles import Phases
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
+from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.norms import AllHeadsNorm, HeadNorm
 from lightscale.models.layers.positions import RotaryPositions, rope
-from lightscale.models.layers.token_cache import take_in, with_room
+from lightscale.models.layers.token_cache import take_in, take_in_window, with_room
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.specs.options import LLaMAOptions, llama_heads, llama_options, rotary_width
+from lightscale.parallel.initialization import zeros
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import begin_gather
 
@@ -47,6 +52,10 @@ class LLaMA(Mixer):
         self.is_causal = options.causal
         num_key_value_heads, self.head_dim = llama_heads(model, self.layer)
         width, bias = model.num_heads * self.head_dim, options.attention_bias
+        self.window, self.cap = options.window, options.attention_logit_cap
+        self.sinks = None
+        if options.attention_sinks:
+            self.sinks = HeadParameter(config, "logit", (model.num_heads,), zeros, group, wide=True)
         # Rows are ordered head by head, k and v of a head together, q and gate too, so that a contiguous shard holds
         # whole heads. The queries are projected apart, while keys and values are gathered from other sequence ranks.
         both = 2 * num_key_value_heads * self.head_dim
@@ -101,23 +110,26 @@ class LLaMA(Mixer):
         if context.states is not None:
             assert self.is_causal, "only models that predict the next token generate"
             return lambda q: self._continue(q, k, v, context)
-        return lambda q: self._attention(context)(q, k, v)
+        return lambda q: self._attend(q, k, v, context)
 
     def _attention(self, context: SequenceContext) -> DocumentAttention:
-        return context.attention if self.is_causal else context.attention_both_ways
+        return context.attention_of(causal=self.is_causal, window=self.window, cap=self.cap)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        return self._attention(context)(q, k, v, None if self.sinks is None else self.sinks())
 
     def _continue(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the cached tokens of the same document too; the cache takes the new ones in."""
-        cached = take_in(context, self.state_name, {"k": k, "v": v})
-        k, v = cached.tensors["k"], cached.tensors["v"]
-        number = torch.arange(k.size(1), device=q.device)
-        first, end = cached.ranges(context.positions)
-        seen = (number >= first[..., None]) & (number < end[..., None])
-        return sdpa(q, k, v, attn_mask=seen[:, None])
+        new, name = {"k": k, "v": v}, self.state_name
+        cached = take_in(context, name, new) if self.window is None else take_in_window(context, name, new, self.window)
+        k, v, seen = cached.tensors["k"], cached.tensors["v"], cached.seen(context.positions)
+        if self.cap is None and self.sinks is None:
+            return sdpa(q, k, v, attn_mask=seen[:, None])
+        return masked_attention(q, k, v, seen, cap=self.cap, sinks=None if self.sinks is None else self.sinks())
 
     def with_room(self, state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
         """See ``Mixer.with_room``."""
-        return with_room(state, lengths, tokens)
+        return with_room(state, lengths, tokens, self.window)
 
     def _across_ranks(self, q: Tensor, gathered: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the tokens of all sequence ranks, gathered: (b, all tokens, 2, g, k), or of those up to this."""
@@ -126,4 +138,4 @@ class LLaMA(Mixer):
         attention = self._attention(context)
         seen = attention.before + attention.length if self.is_causal else None
         k, v = gathered[:, :seen].unbind(dim=2)
-        return attention(q, k, v)
+        return self._attend(q, k, v, context)

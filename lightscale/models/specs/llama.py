@@ -18,10 +18,12 @@ class LLaMASpec(MixerSpec):
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, and two products with all tokens, or with half of them on average where it is causal."""
+        """Projections, and two products with all tokens; where it is causal with half of them, or those of a window."""
         shapes = LLaMASpec.parameter_shapes(model, layer)
         projections = sum(2 * prod(shape) for name, shape in shapes.items() if name.endswith("_proj.weight"))
-        seen = sequence_length / 2 if llama_options(model, layer).causal else sequence_length
+        options = llama_options(model, layer)
+        window = min(options.window or sequence_length, sequence_length)
+        seen = window - window**2 / (2 * sequence_length) if options.causal else sequence_length
         return projections + 4 * model.num_heads * llama_heads(model, layer)[1] * seen
 
     @staticmethod
@@ -35,6 +37,8 @@ class LLaMASpec(MixerSpec):
         shapes: Shapes = {"kv_proj.weight": (both, d), "q_proj.weight": (rows, d), "out_proj.weight": (d, width)}
         if bias != "none":
             shapes |= {"kv_proj.bias": (both,), "q_proj.bias": (rows,)}
+        if options.attention_sinks:
+            shapes["sinks.logit"] = (model.num_heads,)
         if options.qk_norm != "none":
             of_q, of_k = (width, both // 2) if options.qk_norm == "all" else (head_dim, head_dim)
             shapes |= {"q_norm.weight": (of_q,), "k_norm.weight": (of_k,)}
@@ -63,6 +67,7 @@ class LLaMASpec(MixerSpec):
                 found |= {f"q{suffix}": queries, f"gate{suffix}": gates}
             found[f"o{suffix}"] = ParameterRows(parameter=f"out_proj.{kind}")
         found |= {role: ParameterRows(parameter=f"{role}.weight") for role in ("q_norm", "k_norm")}
+        found["sinks"] = ParameterRows(parameter="sinks.logit")
         shapes = LLaMASpec.parameter_shapes(model, layer)
         return {role: rows for role, rows in found.items() if rows.parameter in shapes}
 

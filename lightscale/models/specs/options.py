@@ -269,6 +269,12 @@ class LLaMAOptions(Section):
     all, over the channels of all heads together (OLMo 2)."""
     zero_centered_norm: bool = False
     """Whether that norm multiplies by 1 + weight, as in Qwen3-Next and Gemma 3; false: by the weight."""
+    window: SequenceLength | None = None
+    """Tokens that one sees, itself the last of them (transformers' sliding_window); none: all before it."""
+    attention_logit_cap: Positive | None = None
+    """Most of a score before the softmax, by tanh, as in Gemma 2; none: scores are not limited."""
+    attention_sinks: bool = False
+    """Whether a learned logit of each head joins the softmax's sum, as in gpt-oss."""
     output_gate: bool = False
     """Multiply each head's output by the sigmoid of a gate, a linear map of the mixer's input, as in Qwen3-Next."""
 
@@ -281,6 +287,8 @@ class LLaMAOptions(Section):
             )
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
             raise ValueError(f"rope_theta = {self.rope_theta} with yarn: waves must differ; use a value above 1")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window = {self.window} with causal = false: a window looks back; use causal = true")
         unused = ("rope_theta", "rope_scaling", "rope_fraction")
         fields = type(self).model_fields
         if self.positions == "none" and (spare := [n for n in unused if getattr(self, n) != fields[n].default]):

@@ -51,6 +51,9 @@ AXES: dict[str, list[Any]] = {
     "positions": ["rope", "none"],
     "rope_fraction": [1.0, 0.5],
     "output_gate": [False, True],
+    "window": [None, 1, 5, 33],
+    "attention_logit_cap": [None, 3.0],
+    "attention_sinks": [False, True],
     "rope_scaling": [None, *SCALINGS],
 }
 """Values of each option, or tables of some that go together."""
@@ -109,18 +112,31 @@ def on_two_ranks(rank: int, world_size: int, init_method: str) -> dict[str, Any]
 
 
 @torch.no_grad()
-def in_pieces(init_method: str) -> dict[str, float]:
-    """How far logits that pieces of rows give are from those of whole rows."""
-    found = {}
+def in_pieces(init_method: str) -> dict[str, Any]:
+    """How far logits that pieces of rows give are from those of whole rows, and tokens that states hold."""
+    found: dict[str, Any] = {}
     for number, (name, model) in enumerate(MODELS.items()):
         with plain.built_model(model, f"{init_method}-{number}") as module:
             plain.disturb(module)
             rows = plain.batch(model, [[20, 28], [48]])
             tokens, positions, states = rows["tokens"], rows["positions"], dict[str, Any]()
-            cut = zip(tokens.split(PIECES, dim=1), positions.split(PIECES, dim=1), strict=True)
+            cut = list(zip(tokens.split(PIECES, dim=1), positions.split(PIECES, dim=1), strict=True))
             parts = [module(ids, own, states=states) for ids, own in cut]
-            found[name] = plain.error(torch.cat(parts, dim=1), module(tokens, positions))
+            # The last pieces once more, behind a state that has room for some of their tokens.
+            roomy: dict[str, Any] = {}
+            for ids, own in cut[:3]:
+                module(ids, own, states=roomy)
+            module.give_room(roomy, [12, 32], 5)
+            again = [module(ids, own, states=roomy) for ids, own in cut[3:]]
+            whole = module(tokens, positions)
+            errors = plain.error(torch.cat(parts, dim=1), whole), plain.error(torch.cat(again, dim=1), whole[:, 32:])
+            found[name] = {"error": max(errors), "tokens": {*map(cached_tokens, (states, roomy))}}
     return found
+
+
+def cached_tokens(states: dict[str, Any]) -> int:
+    tokens: int = states["layer-1"]["k"].untyped_storage().nbytes() // states["layer-1"]["k"][:, 0].numel() // 8
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +160,11 @@ def test_gradients_are_those_of_full_matrices(name: str, computed: dict[str, Any
 
 @pytest.mark.parametrize("name", MODELS)
 def test_states_carry_over_cuts(name: str, computed: dict[str, Any]) -> None:
-    assert computed["pieces"][name] < 1e-10
+    """Within a window states keep the tokens that later ones see, and no others."""
+    assert computed["pieces"][name]["error"] < 1e-10
+    window = MODELS[name].mixer_options["llama"].window  # type: ignore[attr-defined]
+    if window is not None:
+        assert computed["pieces"][name]["tokens"] == {max(1, window - 1)}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -209,6 +229,7 @@ def test_all_values_are_drawn() -> None:
     [
         ({"zero_centered_norm": True}, r"zero_centered_norm = true with qk_norm = \"none\".* use qk_norm = \"head\""),
         ({"qk_norm": "heads"}, "qk_norm"),
+        ({"window": 8, "causal": False}, "window = 8 with causal = false: a window looks back; use causal = true"),
         ({"positions": "none", "rope_fraction": 0.5}, "rope_fraction: nothing is rotated; remove rope_fraction"),
         ({"rope_scaling": {"factor": 8.0}}, 'rope_type = "llama3" needs low_freq_factor; set it'),
         ({"rope_scaling": {**SCALINGS[1], "beta_fast": 8.0}}, 'rope_type = "linear" has no beta_fast; remove it'),
