@@ -26,6 +26,7 @@ _TERMS = {
     ".mlp.": "GLU",
     ".gate_": "gates",
     "_proj.": "projections",
+    ".sinks.": "attention sinks",
     "_conv.": "convolutions",
     ".lrpe.theta": LRPE_ANGLES,
 }

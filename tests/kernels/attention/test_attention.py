@@ -194,6 +194,29 @@ def test_flash_attention_gets_the_window(monkeypatch: pytest.MonkeyPatch, case: 
     assert_equal_to_dense(attention.flash, positions, inputs, cotangent, functools.partial(dense, window=7))
 
 
+def test_pytorch_hands_the_window_to_the_backward_pass() -> None:
+    """Of flash attention's operator, which no CPU computes: the arguments are recorded."""
+    given = {}
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._flash_attention_forward.default:
+                state = torch.zeros((), dtype=torch.uint64)
+                return torch.zeros_like(args[0]), torch.zeros(HEADS, len(args[0])), state, state, torch.empty(0)
+            if func is torch.ops.aten._flash_attention_backward.default:
+                given.update(kwargs)
+                return tuple(map(torch.zeros_like, args[1:4]))
+            return func(*args, **(kwargs or {}))
+
+    positions, inputs, cotangent = drawn("of any length")
+    with Record():
+        replace(attention_of(positions, inputs[1].size(1)), window=7).flash(*inputs).backward(cotangent)
+    assert {key: given[key] for key in ("window_size_left", "window_size_right")} == {
+        "window_size_left": 6,
+        "window_size_right": 0,
+    }
+
+
 def test_blocks_of_queries_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of at most 200 pairs: blocks of one query and of three."""
     monkeypatch.setattr(documents, "_MASK_ELEMENTS", 200)
