@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightscale.config.fields import toml_value
 from lightscale.errors import UserError
 from lightscale.exchange.files.export_config import ConfigFacts
 from lightscale.exchange.files.safetensors_files import Written
@@ -67,6 +68,13 @@ class FlaFormat(ExportFormat):
             )
         if softmax and attention.rope_scaling is not None:
             reasons.append("llama: fla's rotary angles are not scaled, and rope_scaling slows the slow ones down")
+        if softmax and (attention.positions == "none" or attention.rope_fraction < 1):
+            reasons.append("llama: fla's attention rotates all channels of queries and keys")
+        for name in ("window", "attention_logit_cap", "attention_sinks") if softmax else ():
+            if (value := getattr(attention, name)) not in (None, False):
+                reasons.append(f"llama: {name} = {toml_value(value)} is not written for fla")
+        if softmax and attention.output_gate:
+            reasons.append("llama: fla's attention is W_o o, without the gate that output_gate = true multiplies by")
         if softmax and attention.output_bias:
             reasons.append("llama: fla's attention is W_o o, without the bias that attention_bias = 'all' adds")
         if softmax and attention.head_dim is not None:
@@ -74,6 +82,8 @@ class FlaFormat(ExportFormat):
             reasons.append(
                 f"llama: fla's heads are hidden_size / num_heads = {heads} wide, not head_dim = {attention.head_dim}"
             )
+        if softmax and attention.qk_norm != "none":
+            reasons.append(f"llama: qk_norm = {attention.qk_norm!r} is not written for fla, whose norms are others")
         if reasons:
             raise UserError(
                 "--format fla: fla's classes compute something else; omit --format to export for transformers\n"

@@ -106,12 +106,9 @@ def model_of(shape: Shape) -> ModelConfig:
         options[name] = options.get(name, {}) | own
     if "llama" in mixers:
         attention = shape.attention
+        known = (mixer_options_type("llama") or Section).model_fields
         options["llama"] = {
-            "causal": attention.causal,
-            "num_key_value_heads": attention.num_key_value_heads,
-            "head_dim": attention.head_dim,
-            "rope_theta": attention.rope_theta,
-            "rope_scaling": None if attention.rope_scaling is None else asdict(attention.rope_scaling),
+            **{field: value for field, value in asdict(attention).items() if field in known},
             "attention_bias": "all" if attention.output_bias else "qkv" if attention.bias else "none",
         }
     if (name := "decay-attention") in mixers:

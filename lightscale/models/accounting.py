@@ -26,6 +26,7 @@ _TERMS = {
     ".mlp.": "GLU",
     ".gate_": "gates",
     "_proj.": "projections",
+    ".sinks.": "attention sinks",
     "_conv.": "convolutions",
     ".lrpe.theta": LRPE_ANGLES,
 }
@@ -119,7 +120,8 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     if model.head is not None:
         whole.add(_OUTPUT_WEIGHT)
     for layer, mixer in enumerate(model.layers):
-        whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in mixer_spec(mixer).whole_on_tensor_ranks}
+        names = mixer_spec(mixer).whole_parameters(model, layer)
+        whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in names}
     return whole
 
 

@@ -53,7 +53,8 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     if own is not None:
         return norms + own + glu
     weights = mixer.parameter_shapes(model, layer)
-    projected = sum(shape[0] for name, shape in weights.items() if name.endswith(".weight") and "out_proj" not in name)
+    matrices = {name: shape for name, shape in weights.items() if name.endswith(".weight") and len(shape) > 1}
+    projected = sum(shape[0] for name, shape in matrices.items() if "out_proj" not in name)
     activated, outputs = mixer.activated * d, 2 * d if mixer.norms_output(model, layer) else d
     if mixer_operator(model, layer).cost is CostClass.SOFTMAX:
         # Queries are as wide as outputs; rotated ones take the place of those that were projected.
@@ -239,7 +240,8 @@ class Workload:
         model = self.model
         mixer, operator = mixer_spec(model.layers[layer]), mixer_operator(model, layer)
         shapes = mixer.parameter_shapes(model, layer)
-        flops = {weight: 2 * prod(shape) for weight, shape in shapes.items() if weight.endswith(".weight")}
+        matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight") and len(shape) > 1}
+        flops = {weight: 2 * prod(shape) for weight, shape in matrices.items()}
         mixer_flops = sum(flops.values())
         columns = [weight for weight in flops if weight.endswith("_proj.weight") and weight != "out_proj.weight"]
         has_state = operator.state is not None and not operator.state.grows

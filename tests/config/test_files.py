@@ -137,10 +137,11 @@ def test_options_of_a_mixer_without_any_are_refused(tiny_run: Path, monkeypatch:
     [
         ("rope_scaling.fctor=8", "did you mean model.mixer_options.llama.rope_scaling.factor?"),
         ("rope_scaling.zebra=8", "has rope_type, factor, low_freq_factor, high_freq_factor, original"),
-        ("rope_scaling.rope_type=yarn", 'model.mixer_options.llama.rope_scaling.rope_type = "yarn": must be "llama3"'),
+        ("rope_scaling.rope_type=yarn", 'rope_type = "yarn" has no low_freq_factor; remove it'),
+        ("rope_scaling.rope_type=ntk", 'llama.rope_scaling.rope_type = "ntk": must be "llama3" or "yarn" or "linear"'),
         ("rope_scaling=8", 'model.mixer_options.llama.rope_scaling = 8: must be a table or "none"'),
         ("rope_scaling.high_freq_factor=1.0", "high_freq_factor = 1.0 must be above low_freq_factor = 1.0"),
-        ("rope_scaling={factor=8.0}", "rope_scaling.low_freq_factor is missing; it must be a number > 0"),
+        ("rope_scaling={factor=8.0}", 'rope_type = "llama3" needs low_freq_factor; set it'),
         ("attention_bias=true", '.attention_bias = true: must be "none" or "qkv" or "all"'),
         ("head_dim=7", "model.mixer_options.llama.head_dim = 7: llama rotates channels in pairs; use 8"),
         ("num_key_value_heads=3", "num_key_value_heads = 3 does not divide model.num_heads = 4; use 2"),

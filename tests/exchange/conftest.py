@@ -33,6 +33,19 @@ factor = 8.0
 low_freq_factor = 1.0
 high_freq_factor = 4.0
 original_max_position_embeddings = 64""",
+    "softmax": """mixer = ["llama", "tnl"]
+norm = "rmsnorm"
+[model.mixer_options.llama]
+num_key_value_heads = 2
+qk_norm = "all"
+zero_centered_norm = true
+rope_fraction = 0.5
+output_gate = true
+window = 20
+attention_logit_cap = 4.0
+attention_sinks = true
+attention_bias = "qkv"
+rope_scaling = { rope_type = "yarn", factor = 4.0, original_max_position_embeddings = 64 }""",
     "decay": """mixer = ["decay-attention", "tnl"]
 [model.mixer_options.decay-attention]
 decay = "softplus"

@@ -27,6 +27,7 @@ from lightscale.training.checkpoints.reader import verify
 
 safetensors = pytest.importorskip("safetensors.torch")
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+mixers = SimpleNamespace(**runpy.run_path(str(HELPERS / "plain_mixers.py")))
 plain = SimpleNamespace(**runpy.run_path(str(HELPERS / "plain_models.py")))
 conftest = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("conftest.py"))))
 
@@ -41,12 +42,16 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 1": ("Llama", {"tie_word_embeddings": False}),
     "llama 3": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA_3}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
     "biases": ("Llama", {"attention_bias": True, "head_dim": 24, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"num_key_value_heads": 4, "head_dim": 10, "sliding_window": None, "hidden_size": 60}),
+    "mistral, window": ("Mistral", {"num_key_value_heads": 4, "sliding_window": 20}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 24, "rope_parameters": YARN}),
 }
 IDS, ROWS, TOKENS = 264, 280, 50
 """Ids of the tokenizer, rows of the embedding, tokens of a text."""
@@ -65,19 +70,18 @@ def exact(theirs: Any) -> None:
             module.forward = lambda x, own=module, eps=eps: torch.rms_norm(x, x.shape[-1:], own.weight, eps)
     config, rotary = theirs.config, theirs.model.rotary_emb
     width = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
-    # Written out once more: base, and for Llama 3 the mixing of slow and fast waves.
-    rope = config.rope_parameters
-    theta = 1 / rope["rope_theta"] ** (torch.arange(0, width, 2).double() / width)
-    if rope["rope_type"] == "llama3":
-        waves = 2 * torch.pi / theta
-        ratio = (rope["original_max_position_embeddings"] / waves - rope["low_freq_factor"]) / (
-            rope["high_freq_factor"] - rope["low_freq_factor"]
-        )
-        mixed = (1 - ratio) * theta / rope["factor"] + ratio * theta
-        theta = torch.where(ratio < 0, theta / rope["factor"], torch.where(ratio > 1, theta, mixed))
+    # Written out once more: base, and the mixing of slow and fast waves.
+    absent = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+    usual = dict.fromkeys(absent) | {"truncate": True}
+    scaling = SimpleNamespace(**usual | config.rope_parameters)
+    own = SimpleNamespace(
+        rope_theta=scaling.rope_theta, rope_scaling=None if scaling.rope_type == "default" else scaling
+    )
+    theta, factor = mixers.rotary_angles(width, own)
     assert error(theta, rotary.inv_freq) < 1e-6
+    assert factor == pytest.approx(rotary.attention_scaling)
     angles = torch.arange(TOKENS)[None, :, None] * theta.repeat(2)
-    rotary.forward = lambda x, position_ids: (angles.cos(), angles.sin())
+    rotary.forward = lambda x, position_ids: (factor * angles.cos(), factor * angles.sin())
 
 
 def ids_and_weights() -> tuple[Tensor, Tensor]:
@@ -230,23 +234,25 @@ SCALING = {**LLAMA_3, "factor": 4.0}
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("mistral", {"sliding_window": 64}, r"sliding_window = 64 is below max_position_embeddings = 128"),
-        ("mistral", {"max_position_embeddings": None, "sliding_window": 4096}, "max_position_embeddings = 131072"),
         (
             "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None},
-            "sliding_window = 64 is below",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
+            "some layers have sliding_window = 64 .* set max_position_embeddings = 64",
         ),
-        ("llama 3", {"rope_parameters": {**SCALING, "rope_type": "yarn"}}, r"rope_type = 'yarn'.*llama3"),
+        ("llama 3", {"rope_parameters": {**SCALING, "rope_type": "longrope"}}, r"rope_type = 'longrope'.*llama3"),
         ("llama 3", {"rope_parameters": {"full_attention": LLAMA_3}}, "full_attention"),
-        ("llama 3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 need low_freq_factor"),
-        ("llama 3", {"rope_parameters": {**LLAMA_3, "low_freq_factor": 4.0}}, "high_freq_factor = 4.0 must be more"),
+        (
+            "llama 3",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "needs low_freq_factor; set it",
+        ),
+        ("llama 3", {"rope_parameters": {**LLAMA_3, "low_freq_factor": 4.0}}, "high_freq_factor = 4.0 must be above"),
         ("llama 3", {"num_key_value_heads": 3}, "num_attention_heads = 8 cannot share num_key_value_heads = 3"),
         ("llama 3", {"num_key_value_heads": 4}, r"is of another model: model.layers.0.self_attn.[kv]_proj.weight is"),
         ("llama 3", {"head_dim": 7}, "heads of 7 channels"),
         ("llama 3", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama 3", {"tie_word_embeddings": True}, "lm_head.weight is in the file, but not in the model"),
-        ("qwen2", {"model_type": "qwen3"}, "'qwen3'; use lightscale, llama, mistral and qwen2"),
+        ("qwen2", {"model_type": "phi3"}, "'phi3'; use lightscale, llama, mistral, qwen2 and qwen3"),
     ],
 )
 def test_what_is_not_computed_is_refused(

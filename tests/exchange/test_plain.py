@@ -34,6 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm": "rmsnorm",
         "mixer_options": {"llama": forms.GROUPED},
     },
+    "softmax": {
+        "mixer": ["llama", "tnl", "llama"],
+        "mixer_options": {"llama": forms.OPTIONS},
+    },
     "lion-s": {"mixer": "decay-attention", "norm": "rmsnorm"},
     "retnet": {
         "mixer": "decay-attention",

@@ -15,3 +15,14 @@ GROUPED: dict[str, Any] = {
     },
 }
 """For eight heads of queries, on up to four tensor ranks."""
+OPTIONS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "qk_norm": "head",
+    "zero_centered_norm": True,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "window": 20,
+    "attention_logit_cap": 4.0,
+    "attention_sinks": True,
+    "output_gate": True,
+}
+"""What hybrids have, all at once."""

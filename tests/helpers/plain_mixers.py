@@ -77,12 +77,80 @@ def lower_bounds(table: Tensor) -> Tensor:
 
 
 def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Full matrices of attention, with rotations as products of complex numbers."""
-    q, k, v = plain.heads(model, x, weights)
-    scores = _rotated(q) @ _rotated(k).mT / math.sqrt(model.head_dim)
-    weight = torch.where(torch.ones_like(scores).tril() > 0, scores.exp(), 0.0)
-    o = weight / weight.sum(dim=-1, keepdim=True) @ v
-    return plain.concatenated(o) @ weights["out_proj.weight"].T
+    """Full matrices of attention, with rotations as products of complex numbers; every option."""
+    own, heads = model.layer_options(layer), model.num_heads
+    groups, width = own.num_key_value_heads or heads, own.head_dim or model.head_dim
+    both = x @ weights["kv_proj.weight"].T + weights.get("kv_proj.bias", 0.0)
+    k, v = both.view(len(x), groups, 2, width).permute(2, 1, 0, 3)
+    q = (x @ weights["q_proj.weight"].T + weights.get("q_proj.bias", 0.0)).view(len(x), heads, -1).transpose(0, 1)
+    q, gate = q[..., :width], q[..., width:]
+    q, k = (_head_norm(model, own, y, weights.get(name)) for y, name in ((q, "q_norm.weight"), (k, "k_norm.weight")))
+    # Neighbours among the heads of queries share one of keys and values.
+    k, v = (y[[head * groups // heads for head in range(heads)]] for y in (k, v))
+    scores = _turned(q, own) @ _turned(k, own).mT / math.sqrt(width)
+    if own.attention_logit_cap is not None:
+        scores = own.attention_logit_cap * torch.tanh(scores / own.attention_logit_cap)
+    distance = _distance(x)
+    seen = (distance >= 0 if own.causal else distance > -len(x)) & (distance < (own.window or len(x)))
+    weight = torch.where(seen, scores.exp(), 0.0)
+    total = weight.sum(dim=-1, keepdim=True)
+    if own.attention_sinks:
+        total = total + weights["sinks.logit"].exp()[:, None, None]
+    o = weight / total @ v
+    if own.output_gate:
+        o = o / (1 + torch.exp(-gate))
+    o = plain.concatenated(o)
+    return o @ weights["out_proj.weight"].T + weights.get("out_proj.bias", 0.0)
+
+
+def _turned(x: Tensor, own: Any) -> Tensor:
+    """(h, n, k) at positions 0 … n - 1, by complex numbers on the first channels."""
+    if own.positions == "none":
+        return x
+    width = int(x.size(-1) * own.rope_fraction)
+    angles, factor = rotary_angles(width, own)
+    phases = torch.arange(x.size(-2), dtype=torch.float64)[:, None] * angles
+    turned = torch.complex(*x[..., :width].chunk(2, dim=-1)) * torch.polar(torch.full_like(phases, factor), phases)
+    return torch.cat([turned.real, turned.imag, x[..., width:]], dim=-1)
+
+
+def rotary_angles(width: int, own: Any) -> tuple[Tensor, float]:
+    """Angles of a token, one by one, and the factor of what is rotated."""
+    angles = [own.rope_theta ** (-2 * i / width) for i in range(width // 2)]
+    scaling = own.rope_scaling
+    if scaling is None:
+        return torch.tensor(angles, dtype=torch.float64), 1.0
+    first = scaling.original_max_position_embeddings
+    for i, angle in enumerate(angles):
+        if scaling.rope_type == "llama3":
+            wave = 2 * math.pi / angle
+            kept = (first / wave - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        elif scaling.rope_type == "yarn":
+            # Channels (not pairs of them) over the number of turns: NTK by parts, section 3.2, as in transformers.
+            ends = [
+                width * math.log(first / turns / 2 / math.pi) / math.log(own.rope_theta) / 2
+                for turns in (scaling.beta_fast or 32, scaling.beta_slow or 1)
+            ]
+            low, high = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
+            low, high = max(low, 0), min(high, width - 1)
+            kept = 1 - (i - low) / (high - low)
+        else:
+            kept = 0.0
+        kept = min(max(kept, 0.0), 1.0)
+        angles[i] = kept * angle + (1 - kept) * angle / scaling.factor
+    grown = scaling.attention_factor or 1 + 0.1 * math.log(scaling.factor)
+    return torch.tensor(angles, dtype=torch.float64), grown if scaling.rope_type == "yarn" else 1.0
+
+
+def _head_norm(model: ModelConfig, own: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+    """(h, n, k): each head, or all heads of a token together, over the root of its mean square."""
+    if weight is None:
+        return x
+    weight = 1 + weight if own.zero_centered_norm else weight
+    square = x.square().mean(dim=-1, keepdim=True)
+    if own.qk_norm == "all":
+        square, weight = square.mean(dim=0), weight.view(len(x), 1, -1)
+    return x / (square + model.norm_eps).sqrt() * weight
 
 
 def lion(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:

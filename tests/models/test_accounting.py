@@ -43,6 +43,12 @@ GROUPED = tiny(
 )
 BY_CHANNEL = tiny("lion-s", norm="rmsnorm", mixer_options={"lion-s": {"vector_decay": True}})
 SPLIT = {**{name: tiny(name, norm="rmsnorm") for name in MIXERS}, "grouped": GROUPED, "by channel": BY_CHANNEL}
+SPLIT |= {
+    f"norm of {kind}": tiny("llama", mixer_options={"llama": {"qk_norm": kind, "num_key_value_heads": 2}})
+    for kind in ("head", "all")
+}
+SPLIT["sinks"] = tiny("llama", mixer_options={"llama": {"attention_sinks": True}})
+SPLIT["gated"] = tiny("llama", mixer_options={"llama": {"output_gate": True, "attention_bias": "all"}})
 SPLIT |= {f"padded, {tied=}": tiny("tnl", vocab_size=321, tie_word_embeddings=tied) for tied in (True, False)}
 
 
@@ -166,3 +172,16 @@ def test_an_unknown_kind_of_parameter_is_named_as_it_is(monkeypatch: pytest.Monk
     check_model(model, load(CONFIGS / "tnl-tiny.toml").parallel)
     assert parameter_terms(model)["conv.weight"] == 4 * 64 * 4
     assert parameter_terms(model)["projections"] == 4 * 64 * 64
+
+
+def test_terms_of_the_options_of_attention_are_the_formulas() -> None:
+    """Gates are as wide as queries; norms, sinks and windows cost no products."""
+    options = {"qk_norm": "all", "num_key_value_heads": 2, "attention_sinks": True, "output_gate": True, "window": 30}
+    model = tiny("llama", norm="rmsnorm", mixer_options={"llama": options})
+    projections = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 64 * 64)
+    common = {"embedding": 128 * 64, "GLU": 4 * 3 * 64 * 96, "norm weights": 9 * 64 + 4 * (64 + 32)}
+    assert parameter_terms(model) == {**common, "projections": projections, "attention sinks": 4 * 4}
+    # The first 30 of 100 tokens see half of the window on average.
+    seen = 30 * (100 - 30) / 100 + 30 * 30 / 2 / 100
+    mixer = 2 * projections / 4 + 4 * 64 * seen
+    assert forward_flops_per_token(model, 100) == pytest.approx(4 * (mixer + 6 * 64 * 96) + 2 * 64 * 128)

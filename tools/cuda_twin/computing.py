@@ -271,7 +271,7 @@ def _gradients(
 
 
 def _documents(
-    tensors: tuple[Tensor, Tensor, Tensor], cuts: tuple[Tensor, Tensor], causal: bool
+    tensors: tuple[Tensor, Tensor, Tensor], cuts: tuple[Tensor, Tensor], causal: bool, window: int | None
 ) -> Iterator[tuple[slice, slice, tuple[Tensor, Tensor, Tensor], Tensor]]:
     """Of each document its queries, its keys, q, k and v as (1, h, n, k), and what is added to the scores."""
     q, k, v = tensors
@@ -280,16 +280,19 @@ def _documents(
         queries, of_keys, of_values = (x.transpose(0, 1)[None] for x in (q[own], k[keys], v[keys]))
         num_queries, num_keys = queries.size(2), of_keys.size(2)
         hidden = torch.full((num_queries, num_keys), -math.inf if causal else 0.0)
-        # The last query sees the last key.
-        yield own, keys, (queries, of_keys, of_values), hidden.triu(1 + num_keys - num_queries)
+        # The last query sees the last key, and ``window`` keys before it.
+        hidden = hidden.triu(1 + num_keys - num_queries)
+        if window is not None and window >= 0:
+            hidden += torch.full_like(hidden, -math.inf).tril(num_keys - num_queries - window - 1)
+        yield own, keys, (queries, of_keys, of_values), hidden
 
 
 def _flash_documents(
     q: Tensor, k: Tensor, v: Tensor, cut_q: Tensor, cut_k: Tensor, max_q: int, max_k: int, dropout: float, causal: bool,
-    *_: Any, scale: float | None = None, **__: Any,
+    *_: Any, scale: float | None = None, window_size_left: int | None = None, **__: Any,
 ) -> Any:  # fmt: skip
     o, lse = torch.empty_like(q), torch.empty(q.size(1), len(q), dtype=torch.float32)
-    for own, _keys, parts, hidden in _documents((q, k, v), (cut_q, cut_k), causal):
+    for own, _keys, parts, hidden in _documents((q, k, v), (cut_q, cut_k), causal, window_size_left):
         found, sums = _attend(*parts, hidden, False, scale)
         o[own], lse[:, own] = found[0].transpose(0, 1).to(q.dtype), sums[0]
     return o, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), q.new_empty(0)
@@ -297,10 +300,11 @@ def _flash_documents(
 
 def _flash_documents_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cut_q: Tensor, cut_k: Tensor, max_q: int,
-    max_k: int, dropout: float, causal: bool, *_: Any, scale: float | None = None, **__: Any,
+    max_k: int, dropout: float, causal: bool, *_: Any, scale: float | None = None,
+    window_size_left: int | None = None, **__: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for own, keys, parts, hidden in _documents((q, k, v), (cut_q, cut_k), causal):
+    for own, keys, parts, hidden in _documents((q, k, v), (cut_q, cut_k), causal, window_size_left):
         do = grad[own].transpose(0, 1)[None]
         found = _gradients(do, parts, hidden, False, scale)
         for tensor, rows, gradient in zip(made, (own, keys, keys), found, strict=True):

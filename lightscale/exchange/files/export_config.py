@@ -1,5 +1,6 @@
 """config.json of an export: what transformers reads of a model's shape, written and read back strictly."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
 from lightscale.files import open_regular
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
+from lightscale.models.specs.options import RopeScalingOptions, rope_keys
 from lightscale.training.checkpoints.reading import parse_object, shown
 from lightscale.training.checkpoints.schema import checked
 
@@ -54,23 +56,24 @@ class _Exact(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class _Scaling(_Exact):
-    factor: _Positive
-    low_freq_factor: _Positive
-    high_freq_factor: _Positive
-    original_max_position_embeddings: _Tokens
-
-
 class _SoftmaxAttention(_Exact):
     """``Attention``, as our own exports write it."""
 
     num_key_value_heads: _Width | None
     head_dim: _Width | None
     rope_theta: _Positive
-    rope_scaling: _Scaling | None
+    rope_scaling: RopeScalingOptions | None
     bias: bool
     output_bias: bool
     causal: bool = True
+    qk_norm: Literal["none", "head", "all"] = "none"
+    zero_centered_norm: bool = False
+    positions: Literal["rope", "none"] = "rope"
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    output_gate: bool = False
+    window: _Tokens | None = None
+    attention_logit_cap: _Positive | None = None
+    attention_sinks: bool = False
 
     def attention(self) -> Attention:
         scaling = None if self.rope_scaling is None else RopeScaling(**self.rope_scaling.model_dump())
@@ -140,13 +143,19 @@ class _Rope(_Exact):
     """Both what transformers 5 writes, and what 4 wrote as rope_scaling."""
 
     rope_theta: _Positive | None = None
-    rope_type: Literal["default", "llama3"] | None = None
-    type: Literal["default", "llama3"] | None = None
+    rope_type: Literal["default", "llama3", "yarn", "linear"] | None = None
+    type: Literal["default", "llama3", "yarn", "linear"] | None = None
     """Its older name."""
     factor: _Positive | None = None
     low_freq_factor: _Positive | None = None
     high_freq_factor: _Positive | None = None
     original_max_position_embeddings: _Tokens | None = None
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    attention_factor: _Positive | None = None
+    truncate: bool | None = None
+    mscale: _Positive | None = None
+    mscale_all_dim: _Positive | None = None
     partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
 
 
@@ -154,14 +163,25 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+    },
 }
 """What transformers takes where a configuration says nothing, by model_type; where it is not null for all of them."""
+
+
+_SLIDING = "sliding_attention"
+_WITH_BIASES = ("llama", "qwen3")
+"""Models whose attention_bias is of all projections."""
 
 
 class _Llama(_Known):
     """What is not said has transformers' default."""
 
-    model_type: Literal["llama", "mistral", "qwen2"]
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     num_key_value_heads: _Width | None = None
     head_dim: _Width | None = None
@@ -178,14 +198,7 @@ class _Llama(_Known):
     layer_types: list[str] | None = None
 
     def attention(self, path: Path) -> Attention:
-        """Its softmax attention. UserError for one that looks back only so far."""
-        window = self.sliding_window if self._has_window() else None
-        if window is not None and window < self.max_position_embeddings:
-            raise UserError(
-                f"{path}: sliding_window = {window} is below max_position_embeddings = "
-                f"{self.max_position_embeddings}, and lightscale computes only full attention; for texts up to the "
-                f"window, set max_position_embeddings = {window}"
-            )
+        """Its softmax attention. UserError for layers that differ in it."""
         heads = self.num_key_value_heads or self.num_attention_heads
         width = self.head_dim or self.hidden_size // self.num_attention_heads
         rope = self.rope_parameters or self.rope_scaling or _Rope()
@@ -195,48 +208,72 @@ class _Llama(_Known):
             rope_theta=rope.rope_theta or self.rope_theta or 10000.0,
             rope_scaling=_scaling(rope, path),
             # Qwen2 does not say it: queries, keys and values have biases, and outputs none. Mistral has none.
-            bias=(self.attention_bias and self.model_type == "llama") or self.model_type == "qwen2",
-            output_bias=self.attention_bias and self.model_type == "llama",
+            bias=(self.attention_bias and self.model_type in _WITH_BIASES) or self.model_type == "qwen2",
+            output_bias=self.attention_bias and self.model_type in _WITH_BIASES,
+            qk_norm="head" if self.model_type == "qwen3" else "none",
+            window=self._window(path),
         )
 
-    def _has_window(self) -> bool:
-        """Whether a layer attends to a window."""
-        if self.model_type == "qwen2":
-            if self.layer_types is not None:
-                return self.use_sliding_window and "sliding_attention" in self.layer_types
-            return self.use_sliding_window and self.max_window_layers < self.num_hidden_layers
-        return self.model_type == "mistral"
+    def _window(self, path: Path) -> int | None:
+        """The window of all layers; one that hides nothing is none."""
+        window = self.sliding_window
+        if window is None or window >= self.max_position_embeddings:
+            return None
+        if self.model_type not in ("qwen2", "qwen3"):
+            return window if self.model_type == "mistral" else None
+        layers = range(self.num_hidden_layers)
+        kinds = self.layer_types or [_SLIDING if layer >= self.max_window_layers else "full" for layer in layers]
+        if not self.use_sliding_window or _SLIDING not in kinds:
+            return None
+        if {*kinds} != {_SLIDING}:
+            raise UserError(
+                f"{path}: some layers have sliding_window = {window} and others none, and lightscale's layers of a "
+                f"mixer are alike; for texts up to the window, set max_position_embeddings = {window}"
+            )
+        return window
 
 
 def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
-    if (rope.rope_type or rope.type or "default") == "default":
+    kind = rope.rope_type or rope.type or "default"
+    if kind == "default":
         return None
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if missing := [name for name in names if getattr(rope, name) is None]:
-        raise UserError(f"{path}: the rotary positions of llama3 need {missing[0]}")
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
-    if rope.high_freq_factor <= rope.low_freq_factor:
-        raise UserError(
-            f"{path}: high_freq_factor = {rope.high_freq_factor} must be more than low_freq_factor = "
-            f"{rope.low_freq_factor}"
-        )
-    return RopeScaling(
-        factor=rope.factor,
-        low_freq_factor=rope.low_freq_factor,
-        high_freq_factor=rope.high_freq_factor,
-        original_max_position_embeddings=rope.original_max_position_embeddings,
-    )
+    # transformers ignores keys of other types.
+    values = rope.model_dump(include=set(rope_keys(kind)), exclude_none=True) | {"rope_type": kind}
+    if kind == "yarn" and rope.attention_factor is None and rope.mscale and rope.mscale_all_dim and rope.factor:
+        # As in DeepSeek's models: two factors by which scores grow, one of which the rotation does not have.
+        slow = 0.1 * math.log(max(1.0, rope.factor))
+        values["attention_factor"] = (rope.mscale * slow + 1) / (rope.mscale_all_dim * slow + 1)
+    return RopeScaling(**checked(RopeScalingOptions, values, path, "rope_parameters").model_dump())
+
+
+_IN_NO_CLASS = (
+    "zero_centered_norm",
+    "positions",
+    "rope_fraction",
+    "output_gate",
+    "attention_logit_cap",
+    "attention_sinks",
+)
+"""Fields of ``Attention`` that no class of transformers has here, unless they are as usual."""
 
 
 def own_class(shape: Shape) -> str | None:
-    """Which of transformers' own models computes the model: Llama, Mistral or Qwen2; None: none of them."""
+    """Which of transformers' own models computes the model: Llama, Mistral, Qwen2 or Qwen3; None: none of them."""
     attention = shape.attention
     if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm" or shape.task != "causal" or not attention.causal:
         return None
     if not shape.final_norm or not shape.intermediate_size:
         return None
-    if attention.bias and not attention.output_bias:
+    usual = Attention()
+    if any(getattr(attention, name) != getattr(usual, name) for name in _IN_NO_CLASS) or attention.qk_norm == "all":
+        return None
+    only_inputs = attention.bias and not attention.output_bias
+    if attention.qk_norm == "head":
+        return None if only_inputs else "Qwen3"
+    if only_inputs:
         return "Qwen2"
+    if attention.window is not None:
+        return None if attention.bias else "Mistral"
     # transformers' Llama refuses such widths, whatever head_dim says; without biases Mistral is the same model.
     if shape.hidden_size % shape.num_attention_heads:
         return None if attention.bias else "Mistral"
@@ -299,11 +336,16 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
     }
     if (own := own_class(shape)) is not None:
         attention = shape.attention
-        scaling = {} if attention.rope_scaling is None else asdict(attention.rope_scaling)
+        scaling = {"rope_type": "default"} if attention.rope_scaling is None else _set(asdict(attention.rope_scaling))
+        windows: dict[str, Any] = {"use_sliding_window": attention.window is not None}
+        if attention.window is not None:
+            layer_types = [_SLIDING] * len(shape.mixers)
+            windows |= {"sliding_window": attention.window, "max_window_layers": 0, "layer_types": layer_types}
         of_class: dict[str, dict[str, Any]] = {
             "Llama": {"attention_bias": attention.bias, "mlp_bias": False},
-            "Mistral": {"sliding_window": None},
-            "Qwen2": {"use_sliding_window": False},
+            "Mistral": {"sliding_window": attention.window},
+            "Qwen2": windows,
+            "Qwen3": {"attention_bias": attention.bias, **windows},
         }
         return {
             "architectures": [f"{own}ForCausalLM"],
@@ -315,7 +357,6 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
             **of_class[own],
             "rope_parameters": {
                 "rope_theta": attention.rope_theta,
-                "rope_type": "llama3" if scaling else "default",
                 **scaling,
             },
         }
@@ -344,6 +385,12 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         **({} if shape.toeplitz == ToeplitzForm() else {"toeplitz": asdict(shape.toeplitz)}),
         **({"learned_positions": shape.learned_positions} if shape.learned_positions else {}),
     }
+
+
+def _set(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Those keys that say something."""
+    usual = asdict(RopeScaling(factor=1.0)) | {"rope_type": None, "factor": None}
+    return {key: value for key, value in scaling.items() if value != usual[key]}
 
 
 def _labels(shape: Shape, classes: Sequence[str]) -> dict[str, Any]:
@@ -411,7 +458,7 @@ def read_config(path: Path) -> tuple[Shape, int]:
             tied=llama.tie_word_embeddings,
         )
     else:
-        kinds = "lightscale, llama, mistral and qwen2"
+        kinds = "lightscale, llama, mistral, qwen2 and qwen3"
         raise UserError(f"{path}: model_type = {shown(repr(kind))}; use {kinds}")
     _check_heads(shape, path)
     return shape, known.max_position_embeddings
@@ -478,7 +525,10 @@ def _check_heads(shape: Shape, path: Path) -> None:
         raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
     width = attention.head_dim or shape.hidden_size // heads
     turned = "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope"
-    if ("llama" in shape.mixers or turned) and width % 2:
+    rotated = int(width * attention.rope_fraction) if attention.positions == "rope" else 0
+    if "llama" in shape.mixers and rotated % 2 and rotated < width:
+        raise UserError(f"{path}: {rotated} of {width} channels are rotated; rotary positions need an even number")
+    if (("llama" in shape.mixers and rotated) or turned) and width % 2:
         raise UserError(f"{path}: heads of {width} channels; rotary positions need an even number")
 
 

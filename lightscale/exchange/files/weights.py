@@ -53,6 +53,7 @@ _ROLES = {
     "decay_down": "decay_down.weight",
     "decay_up": "decay_up.weight",
     "angles": "theta",
+    "gate_bias": "gate_proj.bias",
     "q_bias": "q_proj.bias",
     "k_bias": "k_proj.bias",
     "v_bias": "v_proj.bias",
@@ -64,7 +65,9 @@ _ROLES = {
     "forget_down": "forget_down.weight",
     "forget_up": "forget_up.weight",
     "output_norm": "o_norm",
-    **{name: name for name in ("decay_logit", "log_rate", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv")},
+    "q_norm": "q_norm.weight",
+    "k_norm": "k_norm.weight",
+    **{name: name for name in ("sinks", "decay_logit", "log_rate", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv")},
 }
 """What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
 _PARTS = {
@@ -76,7 +79,10 @@ _PARTS = {
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
 """Options of mixers that stand in ``Shape`` outside of its ``forms``."""
-_OF_LLAMA = frozenset({"causal", "num_key_value_heads", "head_dim", "rope_theta", "rope_scaling", "attention_bias"})
+_OF_HEADS = frozenset({"num_key_value_heads", "head_dim", "rope_scaling"})
+_SAME_IN_LLAMA = frozenset({field.name for field in fields(Attention)} & LLaMAOptions.model_fields.keys()) - _OF_HEADS
+"""Options of LLaMA's attention that ``Attention`` has with the same values."""
+_OF_LLAMA = _SAME_IN_LLAMA | _OF_HEADS | {"attention_bias"}
 """Those of LLaMA's attention."""
 _OF_MODEL = frozenset(
     {
@@ -85,7 +91,7 @@ _OF_MODEL = frozenset(
     }
 )
 """What of a model's configuration is read here."""
-_WIDE = ("theta", "decay_logit", "log_rate", "A_log", "dt_bias", "o_norm", "table")
+_WIDE = ("theta", "decay_logit", "log_rate", "A_log", "dt_bias", "o_norm", "table", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +196,10 @@ def _attention(model: ModelConfig, layer: int, options: LLaMAOptions) -> Attenti
         # One form for one shape, so that shapes can be compared.
         num_key_value_heads=None if heads == model.num_heads else heads,
         head_dim=None if width * model.num_heads == model.hidden_size else width,
-        rope_theta=options.rope_theta,
-        rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
+        rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump()),
         bias=options.attention_bias != "none",
         output_bias=options.attention_bias == "all",
-        causal=options.causal,
+        **options.model_dump(include=set(_SAME_IN_LLAMA)),
     )
 
 

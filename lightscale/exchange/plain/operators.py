@@ -346,24 +346,46 @@ def toeplitz_scan(
     return y.to(x.dtype), state[:, 0]
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, *, causal: bool = True) -> Tensor:
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    *,
+    causal: bool = True,
+    near: Tensor | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Softmax attention of the last n of N tokens, q (b, n, h, K), to k, v (b, N, g, K): (b, n, h, K).
 
     ``causal``: to those up to each; otherwise to all N.
 
     With fewer heads g of keys and values than of queries, h / g neighbours among these share one. ``seen`` (b, N) bool:
-    the real tokens; None: all. A padded token attends to itself, so that it is a number.
+    the real tokens; None: all. A padded token attends to itself, so that it is a number. ``near`` (b, n, N) bool: the
+    tokens of a window. ``cap``: most of a score, by tanh. ``sinks`` (h,): logits that join the sums.
     """
     n, total = q.size(1), k.size(1)
-    how: dict[str, object] = {"is_causal": causal}
-    if seen is not None or n != total:
-        place = torch.arange(total, device=q.device)
-        own = place[total - n :, None]
-        allowed = place <= (own if causal else total)
-        if seen is not None:
-            allowed = (allowed & seen[:, None]) | (place == own)
-            allowed = allowed[:, None]
-        how = {"attn_mask": allowed}
-    how["enable_gqa"] = q.size(2) != k.size(2)
-    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)  # type: ignore[arg-type]
-    return o.transpose(1, 2)
+    place = torch.arange(total, device=q.device)
+    own = place[total - n :, None]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    shared = q.size(1) != k.size(1)
+    if cap is None and sinks is None and near is None and seen is None and n == total:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared).transpose(1, 2)
+    allowed = (place <= (own if causal else total)).expand(n, total)[None]
+    if near is not None:
+        allowed = allowed & near
+    if seen is not None:
+        allowed = (allowed & seen[:, None]) | (place == own)
+    allowed = allowed[:, None]
+    if cap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=shared).transpose(1, 2)
+    wide, heads = wide_dtype(q), q.size(1) // k.size(1)
+    k, v = (y.to(wide).repeat_interleave(heads, dim=1) for y in (k, v))
+    scores = q.to(wide) @ k.mT / math.sqrt(q.size(-1))
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(wide).view(-1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    return (scores.softmax(-1)[..., :total] @ v).to(q.dtype).transpose(1, 2)

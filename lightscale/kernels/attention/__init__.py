@@ -1,4 +1,4 @@
-"""Softmax attention within the documents of packed rows; docs/reference/operators/attention.md has the two ways it is
+"""Softmax attention within the documents of packed rows; docs/reference/operators/attention.md has the ways it is
 computed.
 """
 
@@ -10,5 +10,14 @@ from lightscale.kernels.attention.documents import (
     sdpa,
     to_device,
 )
+from lightscale.kernels.attention.tiled import masked_attention
 
-__all__ = ["DocumentAttention", "DocumentStarts", "leading_tokens", "read_starts", "sdpa", "to_device"]
+__all__ = [
+    "DocumentAttention",
+    "DocumentStarts",
+    "leading_tokens",
+    "masked_attention",
+    "read_starts",
+    "sdpa",
+    "to_device",
+]

@@ -10,6 +10,8 @@ made: memory is linear in the tokens. Two ways:
              one call. Padding comes last, where causal attention does not see it; otherwise a mask hides it. A document
              that other sequence ranks share has more keys than queries: it is computed alone, if attention is causal
              block by block, under a small mask.
+``tiled``    for a window that hides something from flash attention in other dtypes or on CPUs, for capped scores and
+             for sinks: see ``tiled.py``. Flash attention has windows, and neither of the others.
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lightscale.kernels.attention.tiled import KeyRanges, tiled_attention
 
 _SHORT = 32
 """Documents of at most as many tokens are computed together where they round up to one multiple of ``_LENGTH_STEP``:
@@ -124,24 +128,51 @@ class DocumentAttention:
     after: Tensor | None = None
     """(b,) tokens of each row's last document that the sequence ranks behind hold; None: attention is causal, and the
     keys end with the row's own."""
+    window: int | None = None
+    """Most keys that a token sees, its own the last of them; None: all. With causal attention only."""
+    cap: float | None = None
+    """Most of a score, by tanh; None: scores are as they are."""
 
     @property
     def is_causal(self) -> bool:
         """Whether tokens see no later ones."""
         return self.after is None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: (b, n, h, k); k, v: (b, keys, g, k), g a divisor of h -> (b, n, h, k).
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q: (b, n, h, k); k, v: (b, keys, g, k), g a divisor of h; sinks: (h,) -> (b, n, h, k).
 
         The keys are ``before`` ones, the row's own, and, unless attention is causal, all behind them.
         """
         if not self.length:
             # Nothing to compute, but other ranks wait for this one in the backward pass of the gathering.
-            return sdpa(q, k, v)
+            o = sdpa(q, k, v)
+            # Sinks have a gradient on every rank.
+            return o if sinks is None else o + 0 * sinks[:, None]
+        if self.cap is not None or sinks is not None:
+            return self.tiled(q, k, v, sinks)
         # What the kernels take; anything else would be refused there.
         if q.is_cuda and q.dtype.itemsize == 2 and q.size(-1) % 8 == 0 and q.size(-1) <= 256:
             return self.flash(q, k, v)
-        return self.grouped(q, k, v)
+        return self.tiled(q, k, v) if self._hiding is not None else self.grouped(q, k, v)
+
+    @cached_property
+    def _hiding(self) -> int | None:
+        """The window, where it hides a key of a document."""
+        assert self.window is None or self.is_causal, "windows are for causal attention"
+        hides = self.window is not None and self.window < int((self._before + self._lengths).max())
+        return self.window if hides else None
+
+    @cached_property
+    def ranges(self) -> KeyRanges:
+        """``key_ranges`` within the window."""
+        first, end = self.key_ranges
+        if self.window is not None:
+            first = torch.maximum(first, end - self.window)
+        return KeyRanges(first, end, self.device)
+
+    def tiled(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See the module; arguments as of the call."""
+        return tiled_attention(q, k, v, self.ranges, cap=self.cap, sinks=sinks)
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
@@ -183,8 +214,11 @@ class DocumentAttention:
         queries, keys, longest, most_keys = self._boundaries
         # Not torch.nn.attention.varlen, whose arguments changed between the versions of PyTorch that are allowed. Where
         # a document has more keys than queries, its last query sees the last key: flash attention's causal mask.
+        window = {} if self._hiding is None else {"window_size_left": self._hiding - 1, "window_size_right": 0}
         o: Tensor = torch.ops.aten._flash_attention_forward(
-            q.flatten(0, 1), self._own(k), self._own(v), queries, keys, longest, most_keys, 0.0, self.is_causal, False
+            *(q.flatten(0, 1), self._own(k), self._own(v), queries, keys, longest, most_keys),
+            *(0.0, self.is_causal, False),
+            **window,
         )[0]
         return o.view(q.shape)
 

@@ -1,7 +1,7 @@
 """Facts about the tokens of a pass that a layer needs beside their activations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -44,6 +44,15 @@ class SequenceContext:
     lengths: Sequence[int] | None = None
     states: dict[str, MixerState] | None = None
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    _attentions: dict[tuple[bool, int | None, float | None], DocumentAttention] = field(default_factory=dict)
+
+    def attention_of(self, *, causal: bool, window: int | None = None, cap: float | None = None) -> DocumentAttention:
+        """``attention`` or ``attention_both_ways`` with a window and capped scores; one for all layers of a kind."""
+        key = causal, window, cap
+        if key not in self._attentions:
+            whole = self.attention if causal else self.attention_both_ways
+            self._attentions[key] = whole if key[1:] == (None, None) else replace(whole, window=window, cap=cap)
+        return self._attentions[key]
 
     def begin(self, scan: Callable[..., Scan], *written: Tensor | None, layer: str | None) -> Callable[..., Tensor]:
         """Start passing states along the sequence ranks; see ``parallel.sequence.begin``.

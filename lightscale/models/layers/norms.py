@@ -1,4 +1,4 @@
-"""Norms: simple RMS norm, RMS norm with a weight, LayerNorm, and norms over the channels of all tensor ranks."""
+"""Norms: simple RMS norm, RMS norm with a weight, LayerNorm, norms of heads, and over channels of all tensor ranks."""
 
 from functools import partial
 from typing import Any
@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightscale.kernels.norm import norm
-from lightscale.parallel.initialization import ones, set_initializer
-from lightscale.parallel.megatron import TransformerConfig
+from lightscale.models.layers.head_parameter import HeadParameter
+from lightscale.parallel.initialization import ones, set_initializer, zeros
+from lightscale.parallel.megatron import TransformerConfig, copy_to_tensor_model_parallel_region
 
 
 class SRMSNorm(nn.Module):
@@ -74,6 +75,81 @@ class LayerNormAndInput(LayerNorm):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x: (..., d) -> (normalised, x)."""
         return super().forward(x), x
+
+
+class HeadNorm(nn.Module):
+    """RMS norm of each head, with a weight that all heads share.
+
+    Args:
+        config: Megatron's.
+        width: channels of a head.
+        eps: added to the mean square.
+        group: the tensor ranks, which hold other heads each.
+        wide: the weight is fp32 in half-precision models.
+        zero_centered: heads are multiplied by 1 + weight, as in Qwen3-Next and Gemma.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        width: int,
+        eps: float,
+        group: dist.ProcessGroup,
+        *,
+        wide: bool = False,
+        zero_centered: bool = False,
+    ) -> None:
+        super().__init__()
+        self.eps, self.group, self.zero_centered = eps, group, zero_centered
+        dtype = torch.promote_types(config.params_dtype, torch.float32) if wide else config.params_dtype
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=torch.cuda.current_device()))
+        # Tensor ranks hold other heads each. With Megatron's sequence parallelism the engine sums the gradient over
+        # them, of all layers at once; Megatron core sums nothing without it.
+        self.is_summed_by_engine = bool(config.sequence_parallel) or group.size() == 1
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        set_initializer(self.weight, zeros if zero_centered else ones)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, activation: str = "none") -> Tensor:
+        """x, gate: (..., h, k) -> (..., h, k), times the activated gate."""
+        weight = self.weight
+        if not self.is_summed_by_engine:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.group)
+        return norm(x, _factor(weight, self.zero_centered), gate=gate, gate_activation=activation, eps=self.eps)
+
+
+class AllHeadsNorm(HeadParameter):
+    """RMS norm over the channels of all heads together, those of other tensor ranks too, with a weight per channel.
+
+    Args:
+        config: Megatron's.
+        width: channels of all heads.
+        eps: added to the mean square.
+        group: the tensor ranks, which hold other heads each, and their part of the weight.
+        zero_centered: as in ``HeadNorm``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        width: int,
+        eps: float,
+        group: dist.ProcessGroup,
+        *,
+        zero_centered: bool = False,
+    ) -> None:
+        super().__init__(config, "weight", (width,), zeros if zero_centered else ones, group)
+        self.width, self.eps, self.zero_centered = width, eps, zero_centered
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """x: (b, n, h / tensor, k) -> (b, n, h / tensor, k)."""
+        weight = _factor(super().forward(), self.zero_centered)
+        reduce = partial(dist.all_reduce, group=self.tp_group) if self.tp_group.size() > 1 else None
+        return norm(x.flatten(2), weight, eps=self.eps, width=self.width, reduce=reduce).view(x.shape)
+
+
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    # Not rounded to bf16, whose neighbours of 1 are 1/128 apart.
+    return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if zero_centered else weight
 
 
 class _Centered(torch.autograd.Function):

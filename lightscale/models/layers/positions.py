@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.common.angles import Angles
+from lightscale.kernels.common.angles import Angles, Phases, phases_of
 from lightscale.models.specs.options import RopeScalingOptions
 from lightscale.parallel.initialization import set_initializer
 from lightscale.parallel.megatron import (
@@ -65,22 +65,83 @@ class LRPE(MegatronModule):
         )
 
 
-def rotary_angles(head_dim: int, base: float = 10000.0, scaling: RopeScalingOptions | None = None) -> Tensor:
-    """(k / 2,) fp64: base^(-2i/k), i = 0 … k/2 - 1 (RoPE, arXiv 2104.09864), with ``scaling`` as Llama 3.1 has it.
+def rotary_angles(width: int, base: float = 10000.0, scaling: RopeScalingOptions | None = None) -> Tensor:
+    """(k / 2,) fp64: base^(-2i/k), i = 0 … k/2 - 1 (RoPE, arXiv 2104.09864), for k = ``width`` channels, scaled.
 
-    Scaled, a wave that turns ``low_freq_factor`` times or fewer in the first length turns ``factor`` times slower, one
-    that turns ``high_freq_factor`` times or more is as it was, and between them the angles are mixed linearly.
+    linear   every wave turns ``factor`` times slower
+    llama3   a wave that turns ``low_freq_factor`` times or fewer in the first length turns ``factor`` times slower, one
+             that turns ``high_freq_factor`` times or more is as it was, and between them the angles are mixed linearly
+    yarn     the same for ``beta_slow`` and ``beta_fast`` turns, mixed linearly in i (arXiv 2309.00071, section 3.2, as
+             in transformers)
     """
-    theta = torch.pow(base, -2 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)
+    theta = torch.pow(base, -2 * torch.arange(width // 2, dtype=torch.float64) / width)
     if scaling is None:
         return theta
-    turns = scaling.original_max_position_embeddings * theta / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    if scaling.rope_type == "linear":
+        return theta / scaling.factor
+    length = scaling.original_max_position_embeddings
+    assert length is not None
+    if scaling.rope_type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        assert low is not None and high is not None
+        kept = (length * theta / (2 * math.pi) - low) / (high - low)
+    else:
+        # The channels, in fractions, whose waves turn so often.
+        first, last = (
+            width * math.log(length / (2 * math.pi * turns)) / (2 * math.log(base))
+            for turns in (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, width - 1)
+        kept = 1 - (torch.arange(width // 2, dtype=torch.float64) - first) / (last - first or 0.001)
     return torch.lerp(theta / scaling.factor, theta, kept.clamp(0, 1))
 
 
-def rope(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + k/2}) of x (b, n, h, k) by phases (b, n, 1, k/2)."""
+def rotary_factor(scaling: RopeScalingOptions | None) -> float:
+    """Factor of rotated queries and keys: yarn's, by which scores grow for longer sequences; else 1."""
+    if scaling is None or scaling.rope_type != "yarn":
+        return 1.0
+    return scaling.attention_factor or max(1.0, 0.1 * math.log(scaling.factor) + 1)
+
+
+class RotaryPositions(nn.Module):
+    """Phases of rotary positions.
+
+    Args:
+        config: Megatron's.
+        width: channels of a head that are rotated.
+        base: see ``rotary_angles``.
+        scaling: for longer sequences; None: none.
+        device: of the positions.
+    """
+
+    theta: Tensor
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        width: int,
+        *,
+        base: float,
+        scaling: RopeScalingOptions | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.factor = rotary_factor(scaling)
+        # Kept on the device: a copy in each pass would make the host wait.
+        wide = torch.promote_types(config.params_dtype, torch.float32)
+        theta = rotary_angles(width, base, scaling)[None].to(device, wide)
+        self.register_buffer("theta", theta, persistent=False)
+
+    def forward(self, positions: Tensor) -> Phases:
+        """positions: (b, n) -> what ``rope`` takes, (b, n, 1, width / 2) each."""
+        cos, sin = phases_of(Angles(self.theta, positions), self.theta.dtype)
+        return (cos, sin) if self.factor == 1 else (self.factor * cos, self.factor * sin)
+
+
+def rope(x: Tensor, phases: Phases) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + r/2}) of the first r channels of x (b, n, h, k) by phases (b, n, 1, r/2)."""
     # Rounded only here. A bf16 angle of a thousand radians would be off by up to two, its cosine is off by 1/512.
     cos, sin = (phase.to(x.dtype) for phase in phases)
     rotated: Tensor = _Rotation.apply(x, cos, sin)
@@ -104,8 +165,11 @@ class _Rotation(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.mul(x, torch.cat([cos, cos], dim=-1), out=rotated)
-    (first, second), (of_first, of_second) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
+    width = 2 * cos.size(-1)
+    rotated[..., width:] = x[..., width:]
+    x, into = x[..., :width], rotated[..., :width]
+    torch.mul(x, torch.cat([cos, cos], dim=-1), out=into)
+    (first, second), (of_first, of_second) = x.chunk(2, dim=-1), into.chunk(2, dim=-1)
     of_first.addcmul_(second, sin, value=-1)
     of_second.addcmul_(first, sin)
     return rotated

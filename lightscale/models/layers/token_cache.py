@@ -3,6 +3,9 @@
 Without room every row goes up to its last token, and one whose document is shorter begins with what is hidden. With
 room each row's document stands from the first column on, and ``length``, (b,) int64 on the host, is no less than its
 tokens; the tensors are changed in place then.
+
+Within a window of W tokens only the last W - 1 are kept: without room the last columns, with room a ring, in which the
+token at position p stands in column p modulo W - 1.
 """
 
 from collections.abc import Sequence
@@ -22,6 +25,8 @@ class CachedTokens(NamedTuple):
     tensors: MixerState
     """(b, tokens, ...)."""
     in_room: bool
+    window: int | None = None
+    """Most tokens that one sees, itself the last of them; None: all."""
 
     def ranges(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of this pass's ``positions`` (b, n), on any device: the first token that each sees, and the last + 1."""
@@ -30,7 +35,58 @@ class CachedTokens(NamedTuple):
             return torch.zeros_like(positions), positions + 1
         num_tokens = next(iter(self.tensors.values())).size(1)
         own = torch.arange(num_tokens - positions.size(1), num_tokens, device=positions.device)
-        return own - positions, (own + 1).expand_as(positions)
+        first, end = own - positions, (own + 1).expand_as(positions)
+        # Of a document whose beginning was dropped the rest is there.
+        return (first if self.window is None else torch.maximum(first, end - self.window)).clamp(min=0), end
+
+    def seen(self, positions: Tensor) -> Tensor:
+        """(b, n, tokens) bool: whether the token of this pass sees the other."""
+        number = torch.arange(next(iter(self.tensors.values())).size(1), device=positions.device)
+        first, end = self.ranges(positions)
+        return (number >= first[..., None]) & (number < end[..., None])
+
+
+class RingTokens(NamedTuple):
+    """Tokens of a ring, then those of this pass."""
+
+    tensors: MixerState
+    """(b, W - 1 + n, ...)."""
+    places: Tensor
+    """(b, W - 1 + n) int64: position of each in its document; negative: nothing stands there."""
+    window: int
+
+    def seen(self, positions: Tensor) -> Tensor:
+        """As ``CachedTokens.seen``."""
+        distance = positions[..., None] - self.places[:, None]
+        return (distance >= 0) & (distance < self.window) & (self.places >= 0)[:, None]
+
+
+def kept_tokens(window: int) -> int:
+    """Tokens of a state within a window; one at least, so that the state tells what it is of."""
+    return max(1, window - 1)
+
+
+def take_in_window(context: SequenceContext, name: str, new: MixerState, window: int) -> CachedTokens | RingTokens:
+    """As ``take_in``, for mixers whose tokens see the last ``window`` ones: only what they see is kept."""
+    assert context.states is not None
+    cache = context.states.get(name)
+    if cache is None or "length" not in cache:
+        found = take_in(context, name, new).tensors
+        # Copied: a part would keep the whole.
+        keep = kept_tokens(window)
+        context.states[name] = {key: x[:, -keep:].clone() if x.size(1) > keep else x for key, x in found.items()}
+        return CachedTokens(found, False, window)
+    _check(cache, name, new)
+    positions = context.positions
+    size = cache[next(iter(new))].size(1)
+    before = positions[:, :1] - 1
+    places = before - (before - torch.arange(size, device=positions.device)) % size
+    found = {key: torch.cat([cache[key], x], dim=1) for key, x in new.items()}
+    rows, columns = torch.arange(len(positions), device=positions.device)[:, None], positions[:, -size:] % size
+    for key, x in new.items():
+        cache[key][rows, columns] = x[:, -size:]
+    context.states[name] = {**cache, "length": cache["length"] + positions.size(1)}
+    return RingTokens(found, torch.cat([places, positions], dim=1), window)
 
 
 def take_in(context: SequenceContext, name: str, new: MixerState) -> CachedTokens:
@@ -46,18 +102,23 @@ def take_in(context: SequenceContext, name: str, new: MixerState) -> CachedToken
     """
     assert context.states is not None
     cache = context.states.get(name)
-    own = {} if cache is None else {key: tensor for key, tensor in cache.items() if key != "length"}
-    if cache is not None:
-        some = next(iter(new.values()))
-        num_cached = next((tensor.size(1) for key, tensor in own.items() if key in new), 0)
-        shapes = {key: (tensor.size(0), num_cached, *tensor.shape[2:]) for key, tensor in new.items()}
-        check_state(name, own, shapes, some.dtype)
+    own = {} if cache is None else _check(cache, name, new)
     if cache is not None and "length" in cache:
         return _in_room(context, name, {**cache}, new)
     # Copied where it is a view: that would keep all that was projected with it.
     found = {key: torch.cat([own[key], x], dim=1) if own else x.contiguous() for key, x in new.items()}
     context.states[name] = found
     return CachedTokens(found, False)
+
+
+def _check(cache: MixerState, name: str, new: MixerState) -> MixerState:
+    """The tensors of ``cache`` without its lengths. UserError for a state of other tensors."""
+    own = {key: tensor for key, tensor in cache.items() if key != "length"}
+    some = next(iter(new.values()))
+    num_cached = next((tensor.size(1) for key, tensor in own.items() if key in new), 0)
+    shapes = {key: (tensor.size(0), num_cached, *tensor.shape[2:]) for key, tensor in new.items()}
+    check_state(name, own, shapes, some.dtype)
+    return own
 
 
 def _in_room(context: SequenceContext, name: str, cache: MixerState, new: MixerState) -> CachedTokens:
@@ -77,9 +138,9 @@ def _in_room(context: SequenceContext, name: str, cache: MixerState, new: MixerS
     return CachedTokens({key: cache[key][:, :longest] for key in new}, True)
 
 
-def with_room(state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
-    """See ``Mixer.with_room``; every row gets room for the longest document and ``tokens``."""
-    room = max(lengths) + tokens
+def with_room(state: MixerState, lengths: Sequence[int], tokens: int, window: int | None = None) -> MixerState:
+    """See ``Mixer.with_room``; rows get room for the longest document and ``tokens``, or within a window a ring."""
+    room = max(lengths) + tokens if window is None else kept_tokens(window)
     found = {}
     for key, tensor in state.items():
         # Of a state with room there is as much as there are tokens: documents end together.
@@ -87,5 +148,7 @@ def with_room(state: MixerState, lengths: Sequence[int], tokens: int) -> MixerSt
             continue
         found[key] = tensor.new_zeros(len(lengths), room, *tensor.shape[2:])
         for row, length in enumerate(lengths):
-            found[key][row, :length] = tensor[row, tensor.size(1) - length :]
+            last = min(length, tensor.size(1))
+            columns = torch.arange(length - last, length, device=tensor.device) % room
+            found[key][row, columns] = tensor[row, tensor.size(1) - last :]
     return {**found, "length": torch.tensor(lengths)}

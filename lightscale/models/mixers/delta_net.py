@@ -16,9 +16,8 @@ and are not decayed: e^A is 16 at most, and bf16 would round the steps of A away
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightscale.config.model import ModelConfig
 from lightscale.kernels import delta_rule
@@ -26,6 +25,7 @@ from lightscale.kernels.norm import norm
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
+from lightscale.models.layers.norms import HeadNorm
 from lightscale.models.layers.short_convolution import ConvolutionTail, ShortConvolution
 from lightscale.models.layers.states import going_on
 from lightscale.models.mixers.decay_attention import step_bias
@@ -38,35 +38,12 @@ from lightscale.models.specs.delta_net import (
     delta_sizes,
 )
 from lightscale.models.specs.gated import gate_rank
-from lightscale.parallel.initialization import ones, set_initializer
-from lightscale.parallel.megatron import TransformerConfig, copy_to_tensor_model_parallel_region
+from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import DeltaRuleScan
 
 # Of the published layers: added to the square of a query's or key's length, and the range of e^A at first.
 _UNIT_EPS = 1e-6
 _RATES = 0.01, 16.0
-
-
-class HeadNorm(nn.Module):
-    """RMS norm of each head's output with a weight that all heads share, times an activated gate."""
-
-    def __init__(self, config: TransformerConfig, width: int, eps: float, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.eps, self.group = eps, group
-        dtype = torch.promote_types(config.params_dtype, torch.float32)
-        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=torch.cuda.current_device()))
-        # Tensor ranks hold other heads each. With Megatron's sequence parallelism the engine sums the gradient over
-        # them, of all layers at once; Megatron core sums nothing without it.
-        self.is_summed_by_engine = bool(config.sequence_parallel) or group.size() == 1
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        set_initializer(self.weight, ones)
-
-    def forward(self, o: Tensor, gate: Tensor | None, activation: str) -> Tensor:
-        """o, gate: (n, b, h, v) -> (n, b, h, v)."""
-        weight = self.weight
-        if not self.is_summed_by_engine:
-            weight = copy_to_tensor_model_parallel_region(weight, group=self.group)
-        return norm(o, weight, gate=gate, gate_activation=activation, eps=self.eps)
 
 
 class DeltaNet(Mixer):
@@ -91,7 +68,7 @@ class DeltaNet(Mixer):
         self.kv_proj = column_parallel(config, d, shapes["kv_proj.weight"][0], std=std, group=group)
         self.q_proj = column_parallel(config, d, shapes["q_proj.weight"][0], std=std, group=group)
         self.out_proj = row_parallel(config, sizes.values, d, std=self.output_std, group=group)
-        self.output_norm = HeadNorm(config, sizes.value_width, self.own.output_norm_eps, group)
+        self.output_norm = HeadNorm(config, sizes.value_width, self.own.output_norm_eps, group, wide=True)
         if width := sizes.convolution:
             self.kv_conv = ShortConvolution(config, sizes.keys + sizes.values, width, group)
             self.q_conv = ShortConvolution(config, sizes.keys, width, group)

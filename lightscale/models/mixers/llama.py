@@ -2,26 +2,37 @@
 
     q, k = RoPE(x W_q), RoPE(x W_k);  v = x W_v;  o_t = Σ_{s ≤ t} softmax(q_t·k_s / sqrt(head_dim)) v_s
 
-(arXiv 2302.13971.) With ``causal`` = false the sum is over all tokens of the document, as in BERT. Several heads of
-queries may share one of keys and values (grouped queries, arXiv 2305.13245). Documents do not see each other. The state
-is the cache of keys and values, which grows: by copies, or within room that was made for it.
+(arXiv 2302.13971.) Documents do not see each other. The state is the cache of keys and values, which grows: by copies,
+or within room that was made for it. Options:
+
+``causal`` = false        the sum is over all tokens of the document, as in BERT
+``num_key_value_heads``   several heads of queries share one of keys and values (arXiv 2305.13245)
+``qk_norm``               an RMS norm of queries and keys precedes the rotation (arXiv 2302.05442, section 2.1)
+``positions``, ``rope_fraction``  no rotation (arXiv 2305.19466), or one of the first channels of each head
+``window``                the sum is over the last W tokens, t - s < W (arXiv 2310.06825); so much is kept of the cache
+``attention_logit_cap``   scores are cap tanh(s / cap) (arXiv 2408.00118, section 2)
+``attention_sinks``       exp of a learned logit of the head joins the softmax's sum (arXiv 2309.17453, section 3.2)
+``output_gate``           o ⊙ σ(x W_g) goes on to the output projection (arXiv 2505.06708)
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.attention import DocumentAttention, sdpa
-from lightscale.kernels.common.angles import Angles, phases_of
+from lightscale.kernels.attention import DocumentAttention, masked_attention, sdpa
+from lightscale.kernels.common.angles import Phases
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
+from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.models.layers.linear import column_parallel, row_parallel
-from lightscale.models.layers.positions import rope, rotary_angles
-from lightscale.models.layers.token_cache import take_in, with_room
+from lightscale.models.layers.norms import AllHeadsNorm, HeadNorm
+from lightscale.models.layers.positions import RotaryPositions, rope
+from lightscale.models.layers.token_cache import take_in, take_in_window, with_room
 from lightscale.models.mixers.interface import Mixer
-from lightscale.models.specs.options import llama_heads, llama_options
+from lightscale.models.specs.options import LLaMAOptions, llama_heads, llama_options, rotary_width
+from lightscale.parallel.initialization import zeros
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import begin_gather
 
@@ -41,27 +52,55 @@ class LLaMA(Mixer):
         self.is_causal = options.causal
         num_key_value_heads, self.head_dim = llama_heads(model, self.layer)
         width, bias = model.num_heads * self.head_dim, options.attention_bias
-        # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads. The
-        # queries are projected apart, while keys and values are gathered from other sequence ranks.
+        self.window, self.cap = options.window, options.attention_logit_cap
+        self.sinks = None
+        if options.attention_sinks:
+            self.sinks = HeadParameter(config, "logit", (model.num_heads,), zeros, group, wide=True)
+        # Rows are ordered head by head, k and v of a head together, q and gate too, so that a contiguous shard holds
+        # whole heads. The queries are projected apart, while keys and values are gathered from other sequence ranks.
         both = 2 * num_key_value_heads * self.head_dim
         self.kv_proj = column_parallel(config, d, both, std=std, group=group, bias=bias != "none")
-        self.q_proj = column_parallel(config, d, width, std=std, group=group, bias=bias != "none")
+        self.has_gate = options.output_gate
+        rows = 2 * width if self.has_gate else width
+        self.q_proj = column_parallel(config, d, rows, std=std, group=group, bias=bias != "none")
         self.out_proj = row_parallel(config, width, d, std=self.output_std, group=group, bias=bias == "all")
-        # Kept on the device: a copy in each pass would make the host wait.
-        wide = torch.promote_types(config.params_dtype, torch.float32)
-        theta = rotary_angles(self.head_dim, options.rope_theta, options.rope_scaling)
-        theta = theta[None].to(self.q_proj.weight.device, wide)
-        self.register_buffer("theta", theta, persistent=False)
+        if options.qk_norm != "none":
+            self.q_norm, self.k_norm = (
+                self._norm_of(options, heads) for heads in (model.num_heads, num_key_value_heads)
+            )
+        self.rotary = None
+        if options.positions == "rope":
+            self.rotary = RotaryPositions(
+                config,
+                rotary_width(model, self.layer),
+                base=options.rope_theta,
+                scaling=options.rope_scaling,
+                device=self.q_proj.weight.device,
+            )
+
+    def _norm_of(self, options: LLaMAOptions, heads: int) -> HeadNorm | AllHeadsNorm:
+        eps, centered = self.model.norm_eps, options.zero_centered_norm
+        if options.qk_norm == "head":
+            return HeadNorm(self.config, self.head_dim, eps, self.group, zero_centered=centered)
+        return AllHeadsNorm(self.config, heads * self.head_dim, eps, self.group, zero_centered=centered)
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
-        phases = phases_of(Angles(self.theta, context.positions), self.theta.dtype)
-        finish = self._begin(rope(k, phases), v, context)
-        (q,) = self._heads(self.q_proj, x)
-        o = finish(rope(q, phases))
+        phases = None if self.rotary is None else self.rotary(context.positions)
+        finish = self._begin(self._placed(k, "k_norm", phases), v, context)
+        q, *gate = self._heads(self.q_proj, x, 2 if self.has_gate else 1)
+        o = finish(self._placed(q, "q_norm", phases))
+        if gate:
+            o = o * torch.sigmoid(gate[0])
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]
         return out
+
+    def _placed(self, x: Tensor, norm: Literal["q_norm", "k_norm"], phases: Phases | None) -> Tensor:
+        """Queries or keys, normalised and rotated as far as the options have it."""
+        if hasattr(self, norm):
+            x = getattr(self, norm)(x)
+        return x if phases is None else rope(x, phases)
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:
@@ -71,23 +110,26 @@ class LLaMA(Mixer):
         if context.states is not None:
             assert self.is_causal, "only models that predict the next token generate"
             return lambda q: self._continue(q, k, v, context)
-        return lambda q: self._attention(context)(q, k, v)
+        return lambda q: self._attend(q, k, v, context)
 
     def _attention(self, context: SequenceContext) -> DocumentAttention:
-        return context.attention if self.is_causal else context.attention_both_ways
+        return context.attention_of(causal=self.is_causal, window=self.window, cap=self.cap)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        return self._attention(context)(q, k, v, None if self.sinks is None else self.sinks())
 
     def _continue(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the cached tokens of the same document too; the cache takes the new ones in."""
-        cached = take_in(context, self.state_name, {"k": k, "v": v})
-        k, v = cached.tensors["k"], cached.tensors["v"]
-        number = torch.arange(k.size(1), device=q.device)
-        first, end = cached.ranges(context.positions)
-        seen = (number >= first[..., None]) & (number < end[..., None])
-        return sdpa(q, k, v, attn_mask=seen[:, None])
+        new, name = {"k": k, "v": v}, self.state_name
+        cached = take_in(context, name, new) if self.window is None else take_in_window(context, name, new, self.window)
+        k, v, seen = cached.tensors["k"], cached.tensors["v"], cached.seen(context.positions)
+        if self.cap is None and self.sinks is None:
+            return sdpa(q, k, v, attn_mask=seen[:, None])
+        return masked_attention(q, k, v, seen, cap=self.cap, sinks=None if self.sinks is None else self.sinks())
 
     def with_room(self, state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
         """See ``Mixer.with_room``."""
-        return with_room(state, lengths, tokens)
+        return with_room(state, lengths, tokens, self.window)
 
     def _across_ranks(self, q: Tensor, gathered: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the tokens of all sequence ranks, gathered: (b, all tokens, 2, g, k), or of those up to this."""
@@ -96,4 +138,4 @@ class LLaMA(Mixer):
         attention = self._attention(context)
         seen = attention.before + attention.length if self.is_causal else None
         k, v = gathered[:, :seen].unbind(dim=2)
-        return attention(q, k, v)
+        return self._attend(q, k, v, context)

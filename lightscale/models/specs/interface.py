@@ -127,6 +127,11 @@ class MixerSpec(ABC):
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset()
     """Names of the parameters that tensor ranks do not split: each of them holds them whole."""
 
+    @classmethod
+    def whole_parameters(cls, model: ModelConfig, layer: int) -> frozenset[str]:
+        """Those of layer ``layer`` (from 0), for mixers whose options select them."""
+        return cls.whole_on_tensor_ranks
+
     @staticmethod
     @abstractmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:

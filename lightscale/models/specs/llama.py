@@ -7,6 +7,8 @@ from lightscale.config.model import ModelConfig
 from lightscale.models.specs.interface import MixerSpec, ParameterRows, Shapes, rows_by_head
 from lightscale.models.specs.options import llama_heads, llama_options
 
+_NORMS = frozenset({"q_norm.weight", "k_norm.weight"})
+
 
 class LLaMASpec(MixerSpec):
     """Its state, all keys and values, grows: no state of constant size is exchanged."""
@@ -16,32 +18,56 @@ class LLaMASpec(MixerSpec):
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, and two products with all tokens, or with half of them on average where it is causal."""
+        """Projections, and two products with all tokens; where it is causal with half of them, or those of a window."""
         shapes = LLaMASpec.parameter_shapes(model, layer)
-        projections = sum(2 * prod(shape) for name, shape in shapes.items() if name.endswith(".weight"))
-        seen = sequence_length / 2 if llama_options(model, layer).causal else sequence_length
+        projections = sum(2 * prod(shape) for name, shape in shapes.items() if name.endswith("_proj.weight"))
+        options = llama_options(model, layer)
+        window = min(options.window or sequence_length, sequence_length)
+        seen = window - window**2 / (2 * sequence_length) if options.causal else sequence_length
         return projections + 4 * model.num_heads * llama_heads(model, layer)[1] * seen
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections; biases where the options have them."""
-        d, bias = model.hidden_size, llama_options(model, layer).attention_bias
+        """Projections; biases and norms where the options have them."""
+        d, options = model.hidden_size, llama_options(model, layer)
+        bias = options.attention_bias
         heads, head_dim = llama_heads(model, layer)
         both, width = 2 * heads * head_dim, model.num_heads * head_dim
-        shapes: Shapes = {"kv_proj.weight": (both, d), "q_proj.weight": (width, d), "out_proj.weight": (d, width)}
+        rows = 2 * width if options.output_gate else width
+        shapes: Shapes = {"kv_proj.weight": (both, d), "q_proj.weight": (rows, d), "out_proj.weight": (d, width)}
         if bias != "none":
-            shapes |= {"kv_proj.bias": (both,), "q_proj.bias": (width,)}
+            shapes |= {"kv_proj.bias": (both,), "q_proj.bias": (rows,)}
+        if options.attention_sinks:
+            shapes["sinks.logit"] = (model.num_heads,)
+        if options.qk_norm != "none":
+            of_q, of_k = (width, both // 2) if options.qk_norm == "all" else (head_dim, head_dim)
+            shapes |= {"q_norm.weight": (of_q,), "k_norm.weight": (of_k,)}
         return shapes | {"out_proj.bias": (d,)} if bias == "all" else shapes
+
+    @classmethod
+    def whole_parameters(cls, model: ModelConfig, layer: int) -> frozenset[str]:
+        """The bias of outputs, and weights that all heads share."""
+        shared = llama_options(model, layer).qk_norm == "head"
+        return cls.whole_on_tensor_ranks | (_NORMS if shared else frozenset())
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
-        """Keys and values stand in one matrix. Roles of biases are called after those of the weights: ``q_bias``, …"""
+        """Keys and values stand in one matrix, queries and gates in another, head by head.
+
+        Roles of biases are called after those of the weights: ``q_bias``, …
+        """
         heads, head_dim = llama_heads(model, layer)
+        has_gate = llama_options(model, layer).output_gate
         found: dict[str, ParameterRows] = {}
         for kind, suffix in (("weight", ""), ("bias", "_bias")):
             keys, values = (rows_by_head(f"kv_proj.{kind}", place, heads, head_dim) for place in (0, 1))
             found |= {f"q{suffix}": ParameterRows(parameter=f"q_proj.{kind}"), f"k{suffix}": keys, f"v{suffix}": values}
+            if has_gate:
+                queries, gates = (rows_by_head(f"q_proj.{kind}", n, model.num_heads, head_dim) for n in (0, 1))
+                found |= {f"q{suffix}": queries, f"gate{suffix}": gates}
             found[f"o{suffix}"] = ParameterRows(parameter=f"out_proj.{kind}")
+        found |= {role: ParameterRows(parameter=f"{role}.weight") for role in ("q_norm", "k_norm")}
+        found["sinks"] = ParameterRows(parameter="sinks.logit")
         shapes = LLaMASpec.parameter_shapes(model, layer)
         return {role: rows for role, rows in found.items() if rows.parameter in shapes}
 
@@ -49,6 +75,23 @@ class LLaMASpec(MixerSpec):
     def norms_output(model: ModelConfig, layer: int) -> bool:
         """Outputs are means of values."""
         return False
+
+    @staticmethod
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
+        """Of a norm, queries before it; keys before it stay with the values, or are copied by a norm over all heads.
+
+        Of a gate, the output before it.
+        """
+        heads, head_dim = llama_heads(model, layer)
+        options = llama_options(model, layer)
+        kept = {"none": 0, "head": model.num_heads, "all": model.num_heads + heads}
+        return (kept[options.qk_norm] + model.num_heads * options.output_gate) * head_dim
+
+    @staticmethod
+    def fp32_values(model: ModelConfig, layer: int) -> int:
+        """What the norms divide by."""
+        kept = {"none": 0, "head": model.num_heads + llama_heads(model, layer)[0], "all": 2}
+        return kept[llama_options(model, layer).qk_norm]
 
     @staticmethod
     def gathered_values(model: ModelConfig, layer: int) -> int:

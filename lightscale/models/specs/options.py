@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from lightscale.config.arithmetic import near_divisor
 from lightscale.config.model import ModelConfig
-from lightscale.config.section import Fraction, Positive, PositiveOrZero, Section, SequenceLength, Width
+from lightscale.config.section import Fraction, Positive, PositiveOrZero, Section, SequenceLength, Share, Width
 from lightscale.errors import UserError
 
 
@@ -186,26 +186,62 @@ class CausalRNOptions(RelationOptions):
     """Apply a norm after the sum over pairs; false: mean over pairs, as printed in equation 5."""
 
 
+_OF_ROPE_TYPE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "linear": (frozenset(), frozenset()),
+    "llama3": (
+        frozenset({"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        frozenset(),
+    ),
+    "yarn": (
+        frozenset({"original_max_position_embeddings"}),
+        frozenset({"beta_fast", "beta_slow", "attention_factor", "truncate"}),
+    ),
+}
+"""Keys that a type needs beside its factor, and others that it can have."""
+
+
+def rope_keys(rope_type: str) -> frozenset[str]:
+    """Keys that ``RopeScalingOptions`` of a type can have."""
+    needed, others = _OF_ROPE_TYPE[rope_type]
+    return needed | others | {"rope_type", "factor"}
+
+
 class RopeScalingOptions(Section):
     """Rotary positions slowed down for sequences longer than those that the model was first trained on."""
 
-    rope_type: Literal["llama3"] = "llama3"
-    """llama3: scaling of Llama 3.1; waves with few turns in the first length are slowed down by the factor."""
+    rope_type: Literal["llama3", "yarn", "linear"] = "llama3"
+    """llama3: scaling of Llama 3.1; waves with few turns in the first length are slowed down by the factor. yarn: the
+    same by channels between two numbers of turns, with larger scores (arXiv 2309.00071). linear: all waves."""
     factor: Positive
     """Factor by which the slowest waves are slowed down."""
-    low_freq_factor: Positive
-    """Waves with fewer turns in the first length are slowed down by the full factor."""
-    high_freq_factor: Positive
-    """Waves with more turns do not change; between the two limits both are mixed."""
-    original_max_position_embeddings: SequenceLength
-    """The first length, in tokens."""
+    low_freq_factor: Positive | None = None
+    """Of llama3: waves with fewer turns in the first length are slowed down by the full factor."""
+    high_freq_factor: Positive | None = None
+    """Of llama3: waves with more turns do not change; between the two limits both are mixed."""
+    original_max_position_embeddings: SequenceLength | None = None
+    """The first length, in tokens; of llama3 and yarn."""
+    beta_fast: Positive | None = None
+    """Of yarn: waves with more turns in the first length do not change; none: 32."""
+    beta_slow: Positive | None = None
+    """Of yarn: waves with fewer turns are slowed down by the full factor; none: 1."""
+    attention_factor: Positive | None = None
+    """Of yarn: factor of rotated queries and of rotated keys; none: 0.1 ln(factor) + 1, at least 1."""
+    truncate: bool = True
+    """Of yarn: whether the limits between channels are rounded away from each other; gpt-oss has false."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor = {self.high_freq_factor} must be above low_freq_factor = {self.low_freq_factor}"
-            )
+        needed, known = _OF_ROPE_TYPE[self.rope_type][0], rope_keys(self.rope_type)
+        fields = type(self).model_fields
+        if missing := [key for key in fields if key in needed and getattr(self, key) is None]:
+            raise ValueError(f'rope_type = "{self.rope_type}" needs {missing[0]}; set it')
+        if spare := [key for key in fields if key not in known and getattr(self, key) != fields[key].default]:
+            raise ValueError(f'rope_type = "{self.rope_type}" has no {spare[0]}; remove it')
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and high <= low:
+            raise ValueError(f"high_freq_factor = {high} must be above low_freq_factor = {low}")
+        if (self.beta_fast or 32.0) <= (self.beta_slow or 1.0):
+            raise ValueError(f"beta_fast = {self.beta_fast or 32.0} must be above beta_slow = {self.beta_slow or 1.0}")
         return self
 
 
@@ -222,8 +258,42 @@ class LLaMAOptions(Section):
     """Base of the rotary positions: the slowest wave turns once in nearly 2 pi times as many tokens."""
     rope_scaling: RopeScalingOptions | None = None
     """Rotary positions for longer sequences, a table; none: unscaled."""
+    positions: Literal["rope", "none"] = "rope"
+    """Rotations of queries and keys; none: no positions (NoPE, arXiv 2305.19466)."""
+    rope_fraction: Share = 1.0
+    """Share of each head's channels that are rotated, its first ones (transformers' partial_rotary_factor)."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Projections with a bias: queries, keys and values (as in Qwen2), or also outputs."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """RMS norm of queries and keys before the rotation: head, of each head, with a weight that all heads share (Qwen3);
+    all, over the channels of all heads together (OLMo 2)."""
+    zero_centered_norm: bool = False
+    """Whether that norm multiplies by 1 + weight, as in Qwen3-Next and Gemma 3; false: by the weight."""
+    window: SequenceLength | None = None
+    """Tokens that one sees, itself the last of them (transformers' sliding_window); none: all before it."""
+    attention_logit_cap: Positive | None = None
+    """Most of a score before the softmax, by tanh, as in Gemma 2; none: scores are not limited."""
+    attention_sinks: bool = False
+    """Whether a learned logit of each head joins the softmax's sum, as in gpt-oss."""
+    output_gate: bool = False
+    """Multiply each head's output by the sigmoid of a gate, a linear map of the mixer's input, as in Qwen3-Next."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.zero_centered_norm and self.qk_norm == "none":
+            raise ValueError(
+                'zero_centered_norm = true with qk_norm = "none": there is no norm; use qk_norm = "head", or '
+                "zero_centered_norm = false"
+            )
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta = {self.rope_theta} with yarn: waves must differ; use a value above 1")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"window = {self.window} with causal = false: a window looks back; use causal = true")
+        unused = ("rope_theta", "rope_scaling", "rope_fraction")
+        fields = type(self).model_fields
+        if self.positions == "none" and (spare := [n for n in unused if getattr(self, n) != fields[n].default]):
+            raise ValueError(f'positions = "none" with {spare[0]}: nothing is rotated; remove {spare[0]}')
+        return self
 
 
 def llama_options(model: ModelConfig, layer: int) -> LLaMAOptions:
@@ -239,18 +309,33 @@ def llama_heads(model: ModelConfig, layer: int) -> tuple[int, int]:
     return options.num_key_value_heads or model.num_heads, options.head_dim or model.head_dim
 
 
+def rotary_width(model: ModelConfig, layer: int) -> int:
+    """Of layer ``layer`` (from 0), whose mixer is LLaMA's: channels of a head that are rotated; 0: none."""
+    options = llama_options(model, layer)
+    return int(llama_heads(model, layer)[1] * options.rope_fraction) if options.positions == "rope" else 0
+
+
 def check_llama(model: ModelConfig) -> None:
     """Heads of keys and values are shared evenly, and rotary positions turn channels in pairs."""
     key, layer = "model.mixer_options.llama", model.layers.index("llama")
     heads, width = llama_heads(model, layer)
+    options, rotated = llama_options(model, layer), rotary_width(model, layer)
     if model.num_heads % heads:
         raise UserError(
             f"{key}.num_key_value_heads = {heads} does not divide model.num_heads = {model.num_heads}; use "
             f"{near_divisor(model.num_heads, heads)}"
         )
-    if llama_options(model, layer).head_dim is not None and width % 2:
+    if options.positions == "none":
+        return
+    if options.rope_fraction < 1 and (rotated < 2 or rotated % 2):
+        pairs = max(1, round(rotated / 2))
+        raise UserError(
+            f"{key}.rope_fraction = {options.rope_fraction} of {width} channels is {rotated}, but llama rotates "
+            f"channels in pairs; use {2 * pairs / width}"
+        )
+    if rotated % 2 and options.head_dim is not None:
         raise UserError(f"{key}.head_dim = {width}: llama rotates channels in pairs; use {width + 1}")
-    if width % 2:
+    if rotated % 2:
         raise UserError(
             f"model.hidden_size = {model.hidden_size} and model.num_heads = {model.num_heads} give llama heads of "
             f"{width} channels, but it rotates channels in pairs; use an even number, such as "

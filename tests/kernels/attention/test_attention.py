@@ -1,15 +1,21 @@
 """Attention of packed documents against full matrices in fp64, and what it holds and calls."""
 
 import functools
+import runpy
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightscale.kernels.attention import DocumentAttention, documents, read_starts
+from lightscale.kernels.attention import DocumentAttention, documents, read_starts, tiled
 from lightscale.models.layers.context import SequenceContext
+
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 
 ROWS, HEADS, WIDTH = 2, 3, 8
 # Of each row: the position at its first token, and where documents end.
@@ -50,13 +56,29 @@ def drawn(case: str, behind: int = 0) -> tuple[Tensor, list[Tensor], Tensor]:
     return positions, [x.requires_grad_() for x in inputs], cotangent
 
 
-def dense(positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def dense(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """A token of the row sees those since its document's start, by all pairs."""
     own = torch.arange(k.size(1))[-q.size(1) :].expand_as(positions)
     keys = torch.arange(k.size(1))
     seen = (keys >= (own - positions)[..., None]) & (keys <= own[..., None])
+    if window is not None:
+        seen = seen & (own[..., None] - keys < window)
     scores = torch.einsum("bthk, bshk -> bhts", q, k) / WIDTH**0.5
-    return torch.einsum("bhts, bshk -> bthk", scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1), v)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    weights = torch.where(seen[:, None], scores.exp(), 0.0)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return torch.einsum("bhts, bshk -> bthk", weights / total, v)
 
 
 def dense_both_ways(positions: Tensor, q: Tensor, k: Tensor, v: Tensor, after: tuple[int, ...]) -> Tensor:
@@ -131,6 +153,70 @@ def test_heads_of_queries_share_those_of_keys_and_values(case: str) -> None:
         torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    ("case", "window", "cap", "has_sinks"),
+    drawing.covering("tiles", [*CASES], [None, 1, 7, 40], [None, 0.8], [False, True]),
+)
+def test_tiles_are_full_matrices(
+    monkeypatch: pytest.MonkeyPatch, case: str, window: int | None, cap: float | None, has_sinks: bool
+) -> None:
+    """Blocks of 16 queries and tiles of 9 keys."""
+    monkeypatch.setattr(tiled, "_QUERIES", 16)
+    monkeypatch.setattr(tiled, "_KEYS", 9)
+    positions, inputs, cotangent = drawn(case)
+    if has_sinks:
+        inputs.append(torch.tensor([0.3, -2.0, 1.5], dtype=torch.float64, requires_grad=True))
+    attention = replace(attention_of(positions, inputs[1].size(1)), window=window, cap=cap)
+    oracle = functools.partial(dense, window=window, cap=cap)
+    assert_equal_to_dense(attention.tiled, positions, inputs, cotangent, oracle)
+    assert_equal_to_dense(attention, positions, inputs, cotangent, oracle)
+
+
+@pytest.mark.parametrize("window", [1, 16, 100, 600])
+def test_tiles_that_a_window_hides_are_not_computed(window: int) -> None:
+    """At most a block more of keys for each query, whatever the length; and fewer where documents are short."""
+    for n in (2000, 4000):
+        whole = replace(attention_of(positions_of(n, ((0, ()),)), n), window=window)
+        assert n * window - window**2 / 2 <= whole.ranges.pairs <= n * (window + min(128, max(16, window)))
+    many = replace(attention_of(positions_of(2000, ((0, tuple(range(50, 2000, 50))),)), 2000), window=600)
+    assert many.ranges.pairs <= 2000 * (50 + 50)
+    for tiles in whole.ranges.blocks(0):
+        for tile in tiles:
+            first, end = (x[0, tile.rows] for x in (whole.ranges.first, whole.ranges.end))
+            assert ((first < tile.keys.stop) & (end > tile.keys.start)).any()
+
+
+@pytest.mark.parametrize("case", ["of any length", "some from earlier ranks"])
+def test_flash_attention_gets_the_window(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", functools.partial(variable_length, window=7))
+    positions, inputs, cotangent = drawn(case)
+    attention = replace(attention_of(positions, inputs[1].size(1)), window=7)
+    assert_equal_to_dense(attention.flash, positions, inputs, cotangent, functools.partial(dense, window=7))
+
+
+def test_pytorch_hands_the_window_to_the_backward_pass() -> None:
+    """Of flash attention's operator, which no CPU computes: the arguments are recorded."""
+    given = {}
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._flash_attention_forward.default:
+                state = torch.zeros((), dtype=torch.uint64)
+                return torch.zeros_like(args[0]), torch.zeros(HEADS, len(args[0])), state, state, torch.empty(0)
+            if func is torch.ops.aten._flash_attention_backward.default:
+                given.update(kwargs)
+                return tuple(map(torch.zeros_like, args[1:4]))
+            return func(*args, **(kwargs or {}))
+
+    positions, inputs, cotangent = drawn("of any length")
+    with Record():
+        replace(attention_of(positions, inputs[1].size(1)), window=7).flash(*inputs).backward(cotangent)
+    assert {key: given[key] for key in ("window_size_left", "window_size_right")} == {
+        "window_size_left": 6,
+        "window_size_right": 0,
+    }
+
+
 def test_blocks_of_queries_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of at most 200 pairs: blocks of one query and of three."""
     monkeypatch.setattr(documents, "_MASK_ELEMENTS", 200)
@@ -148,9 +234,12 @@ def variable_length(
     most_keys: int,
     *how: Any,
     causal: bool = True,
+    window: int | None = None,
+    **sizes: int,
 ) -> tuple[Tensor]:
     """What flash attention's operator means: causal from the last query and the last key of each document."""
     assert how == (0.0, causal, False)
+    assert sizes == ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
     assert (queries.dtype, keys.dtype) == (torch.int32, torch.int32)
     assert (longest, most_keys) == (int(queries.diff().max()), int(keys.diff().max()))
     assert (len(q), len(k), len(v)) == (queries[-1], keys[-1], keys[-1])
@@ -162,6 +251,8 @@ def variable_length(
             if causal
             else torch.zeros_like(scores, dtype=torch.bool)
         )
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(end - begin - (last - first) - window)
         outputs.append(
             torch.einsum("hts, shk -> thk", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[begin:end])
         )
@@ -212,7 +303,7 @@ def test_an_overflow_stays_in_its_document() -> None:
     assert {4, 5} <= set(reached) <= {3, 4, 5}
 
 
-def largest_tensor(positions: Tensor, before: int) -> int:
+def largest_tensor(positions: Tensor, before: int, **how: Any) -> int:
     """Most elements of any tensor that forward and backward make."""
     largest = 0
 
@@ -229,7 +320,7 @@ def largest_tensor(positions: Tensor, before: int) -> int:
     q = torch.randn(1, n, 1, 8, requires_grad=True)
     k, v = torch.randn(2, 1, n + before, 1, 8, requires_grad=True).unbind(0)
     with Watch():
-        attention_of(positions, n + before)(q, k, v).sum().backward()
+        replace(attention_of(positions, n + before), **how)(q, k, v).sum().backward()
     return largest
 
 
@@ -239,6 +330,13 @@ def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = {n: largest_tensor(positions_of(n, ((7 * n, ()),)), 7 * n) for n in (512, 1024, 2048)}
     assert sizes[2048] <= 2 * sizes[1024] <= 4 * sizes[512]
     assert sizes[2048] <= 2 * 8 * 8 * 2048, sizes
+
+
+def test_memory_of_tiles_is_linear_in_the_length() -> None:
+    n = 2048
+    for how in ({"window": 500}, {"cap": 2.0}):
+        largest = largest_tensor(positions_of(n, ((7 * n, ()),)), 7 * n, **how)
+        assert largest <= max(128 * 512, 2 * 8 * n * 8), how
 
 
 def test_documents_that_are_given_are_those_of_the_positions() -> None:

@@ -30,7 +30,9 @@ MODELS = {
     "delta-net": {},
     "gated-delta-net": {"num_value_heads": 8, "value_head_dim": 6},
     "kimi-delta": {"gate_rank": 3},
+    "llama": {"qk_norm": "head", "num_key_value_heads": 2},
 }
+SHARED = {name: ["output_norm.weight"] for name in MODELS} | {"llama": ["q_norm.weight", "k_norm.weight"]}
 POSITIONS = torch.cat([torch.arange(9), torch.arange(TOKENS - 9)]).repeat(ROWS, 1)
 
 
@@ -141,6 +143,7 @@ def test_gradients_of_shared_weights_are_summed_with_and_without_sequence_parall
         of_megatron = found.pop("of Megatron")
         wrong = {key: error for key, error in found.items() if not error < 1e-10}
         assert not wrong
-        assert sum("output_norm.weight" in key for key in found) == 2 * len(MODELS)
+        for name, shared in SHARED.items():
+            assert {f"{name}, {split=}: {key}" for split in (False, True) for key in shared} <= found.keys()
         if version("megatron-core").startswith("0.16."):
             assert of_megatron > 0.1, "Megatron's layer is right now: leave it out here"
