@@ -7,13 +7,13 @@ STAMP := $(VENV)/.installed
 # In the versions of the lock file, where an index has them.
 INSTALL := $(BIN)/python -m pip install --no-compile --editable '.[dev]'
 PYTEST := $(BIN)/pytest --durations=10 -rs
-# Test files at a time.
-JOBS ?= 2
+# Test files at a time: one more than cores, as some tests mostly wait.
+JOBS ?= 3
 # Files that start many ranks, in the order of their names: xdist's own, by the number of tests, has those last that take
 # longest.
-RANKS := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder tests/parallel
-# One more for the jobs of a scheduler, which mostly wait.
-LONG_JOBS ?= 3
+RANKS := --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/parallel
+# One more for the jobs of a scheduler, which wait most of the time.
+LONG_JOBS ?= 4
 
 .PHONY: install check test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
 

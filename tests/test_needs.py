@@ -46,21 +46,28 @@ def pytest_says(folder: Path, *words: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_what_is_lacking_is_named_and_tests_run_once_it_is_there(folder: Path, workers: str) -> None:
-    code, lines = pytest_says(folder, "--numprocesses", workers)
+def what_is_lacking_is_named(folder: Path, *words: str) -> None:
+    code, lines = pytest_says(folder, *words)
     assert code == 0
     at = next(number for number, line in enumerate(lines) if " skipped for want of " in line)
     assert lines[at + 1 : at + 4] == ["daemons: 1 test", "no-such-thing: 1 test", "shelf-maker: 3 tests"]
     assert any(line.endswith("Missing: shelf-maker (Debian: apt-get install shelf-maker)") for line in lines)
     assert "2 passed, 4 skipped in" in lines[-1]
+
+
+def test_workers_name_what_is_lacking(folder: Path) -> None:
+    what_is_lacking_is_named(folder, "--numprocesses", "2")
+
+
+def test_what_is_lacking_is_named_and_tests_run_once_it_is_there(folder: Path) -> None:
+    what_is_lacking_is_named(folder)
     maker = folder / "bin" / "shelf-maker"
     maker.touch(mode=0o755)
     # A file that has none of those tests is not imported.
     (folder / "test_other.py").write_text("raise SystemExit('imported')")
-    code, lines = pytest_says(folder, "--skipped", "--numprocesses", workers)
+    code, lines = pytest_says(folder, "--skipped")
     assert code == 0
     assert "2 passed, 1 skipped" in lines[-1]
     # Only what is still lacking is left, and nothing when that is gone too.
     (folder / "test_shelf.py").write_text(TESTS.replace("test_both", "test_another"))
-    assert pytest_says(folder, "--skipped", "--numprocesses", workers)[0] == 5
+    assert pytest_says(folder, "--skipped")[0] == 5

@@ -55,8 +55,8 @@ def restart(version: str | None) -> int | None:
     return subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False).returncode
 
 
-def report(operators: Sequence[str], *, usual: bool, as_json: bool) -> int:
-    """Compile and print; the exit code."""
+def report(operators: Sequence[str], *, usual: bool, names: Sequence[str], as_json: bool) -> int:
+    """Compile and print, without `names` all cases; the exit code."""
     # Triton decides when it is imported whether it interprets or compiles.
     import triton  # noqa: PLC0415
 
@@ -70,8 +70,11 @@ def report(operators: Sequence[str], *, usual: bool, as_json: bool) -> int:
         (name, index)
         for name in operators or known
         for index, case in enumerate(compile.cases_of(name))
-        if case.usual or not usual
+        if (case.usual or not usual) and (not names or case.name in names)
     ]
+    if not cases:
+        print(f"error: no case of these names: {', '.join(names)}", file=sys.stderr)
+        return 2
     start = time.perf_counter()
     # Forked workers have the kernels already, which cannot be sent; nothing has touched a GPU.
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
@@ -96,12 +99,13 @@ def main() -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*", help="folders of lightscale/kernels (default: all)")
-    parser.add_argument("--usual", action="store_true", help="only the cases that every test run compiles")
+    parser.add_argument("--usual", action="store_true", help="only the cases that test runs draw from")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only the cases of these names")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--triton", metavar="VERSION", help="another release, for example 3.6.0")
     args = parser.parse_args()
     code = restart(args.triton)
-    return report(args.operators, usual=args.usual, as_json=args.json) if code is None else code
+    return report(args.operators, usual=args.usual, names=args.cases, as_json=args.json) if code is None else code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Every Triton kernel compiled for sm_90, which needs no GPU: spills, tensor cores, shared memory."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightscale.kernels.common.triton.compile import KernelCase, cases_of, compile_case, faults, operators
+
+ROOT = Path(__file__).resolve().parents[2]
+drawing = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "drawing.py")))
 
 
 class Build(NamedTuple):
@@ -46,6 +50,16 @@ def case_names(*, usual: bool) -> list[str]:
     return sorted(case.name for case in cases if case.usual or not usual)
 
 
+@pytest.mark.timeout(600)
+def test_drawn_kernels_compile_for_hopper(root: Path) -> None:
+    """Of the usual cases 24 that the session's seed draws, of all operators over a few runs; each takes a second."""
+    names = drawing.some("kernels for hopper", case_names(usual=True), 24)
+    build = compile_all(root, "--cases", *names)
+    assert build.names == names
+    assert build.failures == {}
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_usual_kernels_compile_for_hopper(root: Path) -> None:
     build = compile_all(root, "--usual")
