@@ -134,7 +134,7 @@ def _add_gradients(pairs: _Pairs, do: Tensor, band: Band, activation: str, da: T
     given = pairs.a, pairs.b, do, r, w, *pairs.edges
     rest = *band, *pairs.strides, *do.stride()[:2], activation
     blocks, channels = _blocks(block_q), triton.cdiv(D, tiling.BLOCK_D)
-    query_gradients[(B, triton.cdiv(band.num_queries, block_q), channels)](*given, da, T, D, *rest, **blocks, **LAUNCH)
+    query_gradients[(B * triton.cdiv(band.num_queries, block_q), channels)](*given, da, T, D, *rest, **blocks, **LAUNCH)
     grid = B, triton.cdiv(band.num_keys, tiling.BLOCK), channels
     key_gradients[grid](*given, db, T, S, D, *rest, **blocks, **LAUNCH)
 

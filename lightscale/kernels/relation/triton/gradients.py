@@ -94,10 +94,12 @@ def query_gradients(
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """da_i += do_i ⊙ Σ_j r_ij ψ'(s_ij) - Σ_j w_ij (a_i + b_j); programs (rows, tiles of queries, channels)."""
-    row = tl.program_id(0).to(tl.int64)
-    of_query = (tl.program_id(1).to(tl.int64) * BLOCK_Q).to(tl.int32) + tl.arange(0, BLOCK_Q)
-    channel = (tl.program_id(2).to(tl.int64) * BLOCK_D).to(tl.int32) + tl.arange(0, BLOCK_D)
+    """da_i += do_i ⊙ Σ_j r_ij ψ'(s_ij) - Σ_j w_ij (a_i + b_j); programs (tiles of queries of rows, channels)."""
+    program = tl.program_id(0).to(tl.int64)
+    query_tiles = tl.cdiv(num_queries, BLOCK_Q)
+    row = program // query_tiles
+    of_query = (program % query_tiles * BLOCK_Q).to(tl.int32) + tl.arange(0, BLOCK_Q)
+    channel = (tl.program_id(1).to(tl.int64) * BLOCK_D).to(tl.int32) + tl.arange(0, BLOCK_D)
     inside = channel < D
     both = (of_query < num_queries)[:, None] & inside[None, :]
     queries = row * T + query_0
