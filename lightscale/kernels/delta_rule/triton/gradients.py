@@ -82,7 +82,7 @@ def _passing(state, dstate, cols, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.
     return found
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_tokens"])
 def gradients_heads(
     q,  # (B, T, H, K)
     k,  # (B, T, H, K)

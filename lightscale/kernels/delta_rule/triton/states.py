@@ -148,7 +148,7 @@ def scan_forward(
         tl.store(leaving + of_split + within, state, mask=in_tile)
 
 
-@triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks"])
+@triton.jit(do_not_specialize=["T", "num_chunks", "num_splits", "split_chunks", "num_tokens"])
 def scan_back(
     q_in,  # (B, T, H, K)
     k_in,  # (B, T, H, K)

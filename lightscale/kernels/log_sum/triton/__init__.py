@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
     @property
     def launch(self) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """The grid, and options."""
-        grid = triton.cdiv(self.D, tiling.CHANNELS), self.num_splits, self.B
+        grid = self.B, triton.cdiv(self.D, tiling.CHANNELS), self.num_splits
         return grid, {"CHUNK": tiling.CHUNK, "BLOCK_D": tiling.CHANNELS, **LAUNCH}
 
     @property

@@ -15,7 +15,7 @@ def _log_add(x, y):
     return most + tl.log(1.0 + tl.exp(tl.minimum(x, y) - most))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "split_tokens", "num_splits"])
 def scan(
     b_ptr,  # (B, T, D)
     starts_ptr,  # (B, T), not 0 where a document begins inside the row
@@ -31,11 +31,11 @@ def scan(
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """z of every token, or the sums that splits leave; programs (channels, splits, rows)."""
+    """z of every token, or the sums that splits leave; programs (rows, channels, splits)."""
     NOTHING: tl.constexpr = -1e38
-    channel = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    split = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    split = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     inside = channel < D
     first = split * split_tokens
     end = tl.minimum(first + split_tokens, T)
@@ -64,7 +64,7 @@ def scan(
         tl.store(last_ptr + state, tl.where(z <= NOTHING / 2, float("-inf"), z), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "split_tokens", "num_splits"])
 def scan_back(
     b_ptr,  # (B, T, D)
     z_ptr,  # (B, T, D) fp32
@@ -86,10 +86,10 @@ def scan_back(
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """db of every token, or what reaches the first tokens of splits; programs (channels, splits, rows)."""
-    channel = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    split = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    """db of every token, or what reaches the first tokens of splits; programs (rows, channels, splits)."""
+    channel = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    split = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     inside = channel < D
     first = split * split_tokens
     end = tl.minimum(first + split_tokens, T)

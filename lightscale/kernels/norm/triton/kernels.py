@@ -23,7 +23,7 @@ def _load(pointer, offsets, inside):
     return tl.load(pointer + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["J"])
 def square_sums_kernel(x, sums, num_rows, J, x_i, x_j, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Σ x² of each row: sums (I·J,)."""
     tile = tl.program_id(0).to(tl.int64)
@@ -33,7 +33,7 @@ def square_sums_kernel(x, sums, num_rows, J, x_i, x_j, D: tl.constexpr, ROWS: tl
     tl.store(sums + row, tl.sum(value * value, axis=1), mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["J"])
 def forward_kernel(
     x,
     weight,
@@ -74,7 +74,7 @@ def forward_kernel(
     tl.store(rstd + row, r, mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["J"])
 def cotangent_sums_kernel(
     x,
     weight,
@@ -110,7 +110,7 @@ def cotangent_sums_kernel(
     tl.store(sums + row, tl.sum(product, axis=1) * r, mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["J"])
 def backward_kernel(
     x,
     weight,

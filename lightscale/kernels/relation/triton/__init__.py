@@ -69,7 +69,7 @@ class _Pairs(NamedTuple):
         r = self.a.new_empty(B, band.num_keys, band.num_queries, dtype=torch.float32)
         block_k = tiling.PRODUCT_BLOCK
         block_q = power_of_two(band.num_queries, most=block_k)
-        grid = triton.cdiv(band.num_keys, block_k), triton.cdiv(band.num_queries, block_q), B
+        grid = B, triton.cdiv(band.num_keys, block_k), triton.cdiv(band.num_queries, block_q)
         given = self.a, self.b, self.variance_a, self.variance_b, *self.edges, r
         blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_D": tiling.PRODUCT_BLOCK_D}
         deviations[grid](*given, T, S, D, *band, self.eps, **blocks, **LAUNCH)
@@ -80,7 +80,7 @@ class _Pairs(NamedTuple):
         B, T, S, D = self.sizes
         w = torch.empty_like(r)
         block_q, block_k = tiling.SHARE_BLOCK_Q, tiling.SHARE_BLOCK_K
-        grid = triton.cdiv(band.num_keys, block_k), triton.cdiv(band.num_queries, block_q), B
+        grid = B, triton.cdiv(band.num_keys, block_k), triton.cdiv(band.num_queries, block_q)
         blocks = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_D": tiling.SHARE_BLOCK_D}
         given = self.a, self.b, do, r, *self.edges, w, T, S, D, *band, *do.stride()[:2], activation
         shares[grid](*given, **blocks, **LAUNCH)
@@ -97,7 +97,7 @@ def _fwd(a: Tensor, b: Tensor, first: Tensor, end: Tensor, activation: str, norm
         B, T, _, D = pairs.sizes
         for band in bands(first, end):
             r, block_q = pairs.deviations(band), power_of_two(band.num_queries, most=tiling.BLOCK)
-            grid = triton.cdiv(band.num_queries, block_q), triton.cdiv(D, tiling.BLOCK_D), B
+            grid = B, triton.cdiv(band.num_queries, block_q), triton.cdiv(D, tiling.BLOCK_D)
             given = pairs.a, pairs.b, r, *pairs.edges, o, T, D, *band, *pairs.strides, activation
             sums[grid](*given, **_blocks(block_q), **LAUNCH)
     return o
@@ -134,8 +134,8 @@ def _add_gradients(pairs: _Pairs, do: Tensor, band: Band, activation: str, da: T
     given = pairs.a, pairs.b, do, r, w, *pairs.edges
     rest = *band, *pairs.strides, *do.stride()[:2], activation
     blocks, channels = _blocks(block_q), triton.cdiv(D, tiling.BLOCK_D)
-    query_gradients[(triton.cdiv(band.num_queries, block_q), channels, B)](*given, da, T, D, *rest, **blocks, **LAUNCH)
-    grid = triton.cdiv(band.num_keys, tiling.BLOCK), channels, B
+    query_gradients[(B * triton.cdiv(band.num_queries, block_q), channels)](*given, da, T, D, *rest, **blocks, **LAUNCH)
+    grid = B, triton.cdiv(band.num_keys, tiling.BLOCK), channels
     key_gradients[grid](*given, db, T, S, D, *rest, **blocks, **LAUNCH)
 
 

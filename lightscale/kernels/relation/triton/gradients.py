@@ -38,10 +38,10 @@ def shares(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """w_ij of all channels; programs (tiles of keys, tiles of queries, rows)."""
-    row = tl.program_id(2).to(tl.int64)
-    query_tile = (tl.program_id(1).to(tl.int64) * BLOCK_Q).to(tl.int32)
-    key_tile = (tl.program_id(0).to(tl.int64) * BLOCK_K).to(tl.int32)
+    """w_ij of all channels; programs (rows, tiles of keys, tiles of queries)."""
+    row = tl.program_id(0).to(tl.int64)
+    query_tile = (tl.program_id(2).to(tl.int64) * BLOCK_Q).to(tl.int32)
+    key_tile = (tl.program_id(1).to(tl.int64) * BLOCK_K).to(tl.int32)
     of_query, of_key = query_tile + tl.arange(0, BLOCK_Q), key_tile + tl.arange(0, BLOCK_K)
     has_query, has_key = of_query < num_queries, of_key < num_keys
     queries = row * T + query_0
@@ -94,9 +94,11 @@ def query_gradients(
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """da_i += do_i ⊙ Σ_j r_ij ψ'(s_ij) - Σ_j w_ij (a_i + b_j); programs (tiles of queries, channels, rows)."""
-    row = tl.program_id(2).to(tl.int64)
-    of_query = (tl.program_id(0).to(tl.int64) * BLOCK_Q).to(tl.int32) + tl.arange(0, BLOCK_Q)
+    """da_i += do_i ⊙ Σ_j r_ij ψ'(s_ij) - Σ_j w_ij (a_i + b_j); programs (tiles of queries of rows, channels)."""
+    program = tl.program_id(0).to(tl.int64)
+    query_tiles = tl.cdiv(num_queries, BLOCK_Q)
+    row = program // query_tiles
+    of_query = (program % query_tiles * BLOCK_Q).to(tl.int32) + tl.arange(0, BLOCK_Q)
     channel = (tl.program_id(1).to(tl.int64) * BLOCK_D).to(tl.int32) + tl.arange(0, BLOCK_D)
     inside = channel < D
     both = (of_query < num_queries)[:, None] & inside[None, :]
@@ -166,10 +168,10 @@ def key_gradients(
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """db_j += Σ_i r_ij ψ'(s_ij) ⊙ do_i - w_ij (a_i + b_j); programs (tiles of keys, channels, rows)."""
-    row = tl.program_id(2).to(tl.int64)
-    key_tile = (tl.program_id(0).to(tl.int64) * BLOCK_K).to(tl.int32)
-    channel = (tl.program_id(1).to(tl.int64) * BLOCK_D).to(tl.int32) + tl.arange(0, BLOCK_D)
+    """db_j += Σ_i r_ij ψ'(s_ij) ⊙ do_i - w_ij (a_i + b_j); programs (rows, tiles of keys, channels)."""
+    row = tl.program_id(0).to(tl.int64)
+    key_tile = (tl.program_id(1).to(tl.int64) * BLOCK_K).to(tl.int32)
+    channel = (tl.program_id(2).to(tl.int64) * BLOCK_D).to(tl.int32) + tl.arange(0, BLOCK_D)
     of_key = key_tile + tl.arange(0, BLOCK_K)
     j, inside = key_0 + of_key, channel < D
     both = (of_key < num_keys)[:, None] & inside[None, :]

@@ -93,10 +93,10 @@ def deviations(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """r_ij = 1 / sqrt(var a_i + var b_j + 2 a_i·b_j / D + ε); programs (tiles of keys, tiles of queries, rows)."""
-    row = tl.program_id(2).to(tl.int64)
-    query_tile = (tl.program_id(1).to(tl.int64) * BLOCK_Q).to(tl.int32)
-    key_tile = (tl.program_id(0).to(tl.int64) * BLOCK_K).to(tl.int32)
+    """r_ij = 1 / sqrt(var a_i + var b_j + 2 a_i·b_j / D + ε); programs (rows, tiles of keys, tiles of queries)."""
+    row = tl.program_id(0).to(tl.int64)
+    query_tile = (tl.program_id(2).to(tl.int64) * BLOCK_Q).to(tl.int32)
+    key_tile = (tl.program_id(1).to(tl.int64) * BLOCK_K).to(tl.int32)
     of_query, of_key = query_tile + tl.arange(0, BLOCK_Q), key_tile + tl.arange(0, BLOCK_K)
     has_query, has_key = of_query < num_queries, of_key < num_keys
     # The row's tokens from the band's first ones on.
@@ -144,10 +144,10 @@ def sums(
     BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """o_i += Σ_j ψ((a_i + b_j) r_ij); programs (tiles of queries, channels, rows)."""
-    row = tl.program_id(2).to(tl.int64)
-    of_query = (tl.program_id(0).to(tl.int64) * BLOCK_Q).to(tl.int32) + tl.arange(0, BLOCK_Q)
-    channel = (tl.program_id(1).to(tl.int64) * BLOCK_D).to(tl.int32) + tl.arange(0, BLOCK_D)
+    """o_i += Σ_j ψ((a_i + b_j) r_ij); programs (rows, tiles of queries, channels)."""
+    row = tl.program_id(0).to(tl.int64)
+    of_query = (tl.program_id(1).to(tl.int64) * BLOCK_Q).to(tl.int32) + tl.arange(0, BLOCK_Q)
+    channel = (tl.program_id(2).to(tl.int64) * BLOCK_D).to(tl.int32) + tl.arange(0, BLOCK_D)
     inside = channel < D
     both = (of_query < num_queries)[:, None] & inside[None, :]
     queries = row * T + query_0

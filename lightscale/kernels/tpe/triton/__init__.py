@@ -43,7 +43,8 @@ class _Scan(NamedTuple):
     constants: dict[str, Any]
 
     def grid(self, num_splits: int, mode_tiles: int = 1) -> tuple[int, int, int]:
-        return triton.cdiv(self.D, CHANNELS) * mode_tiles, num_splits, self.B
+        # Rows first: only that dimension of a grid has more than 65,535.
+        return self.B, triton.cdiv(self.D, CHANNELS) * mode_tiles, num_splits
 
     def new_states(self, like: Tensor) -> Tensor:
         """Room for a state per split, (B, S, E, D)."""
@@ -345,7 +346,7 @@ def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tu
     y, after = x.new_empty(B, D), torch.empty_like(u, memory_format=torch.contiguous_format)
     if y.numel():
         with on_device_of(x):
-            recurrent[(triton.cdiv(D, CHANNELS), B)](
+            recurrent[(B, triton.cdiv(D, CHANNELS))](
                 x.contiguous(),
                 y,
                 log_decay.float(),

@@ -22,9 +22,9 @@ def _case(name: str, kernel: Any, dtype: str, E: int, absent: tuple[str, ...], *
         **constants,
     }
     types = dict.fromkeys(("x", "y", "dy", "gamma"), f"*{dtype}") | {"documents": "*i32"}
-    types |= dict.fromkeys(("D", "split_tokens", "stride_xb", "stride_xt", "stride_yb", "stride_yt"), "i32:16")
+    types |= dict.fromkeys(("D", "stride_xb", "stride_xt", "stride_yb", "stride_yt"), "i32:16")
     types |= dict.fromkeys(("stride_dyb", "stride_dyt"), "i32:16")
-    types |= dict.fromkeys(("T", "num_splits", "first_split"), "i32")
+    types |= dict.fromkeys(("T", "split_tokens", "num_splits", "first_split"), "i32")
     if kernel is parameter_sums:
         fixed["BLOCK_E"] = power_of_two(E, most=PARAMETER_MODES)
     options = {"tensor_cores": kernel is not recurrent, "may_spill": dtype == "fp32"}

@@ -119,7 +119,7 @@ def _leave(
     return state, slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "split_tokens", "num_splits", "first_split"])
 def sweep(
     x,  # (B, T, D): inputs; cotangents of the outputs in reverse
     y,  # (B, T, D): outputs; the gradient of x in reverse; None for states only
@@ -157,9 +157,9 @@ def sweep(
     READ: tl.constexpr = 0 if REVERSE else 1
     SIGN: tl.constexpr = -1 if REVERSE else 1
     WITH_SLOPE: tl.constexpr = slopes_leaving is not None
-    column = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mine = tl.program_id(1).to(tl.int64) + first_split
-    row = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mine = tl.program_id(2).to(tl.int64) + first_split
+    row = tl.program_id(0).to(tl.int64)
     mode = tl.arange(0, BLOCK_E)
     in_tile = (mode < E)[:, None] & (column < D)[None, :]
     of_row = column[None, :] * E + mode[:, None]  # in a (D, E) matrix
@@ -218,7 +218,7 @@ def sweep(
             tl.store(last + row * D * E + of_row, state, mask=in_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "split_tokens", "num_splits"])
 def parameter_sums(
     x,  # (B, T, D)
     dy,  # (B, T, D)
@@ -251,9 +251,9 @@ def parameter_sums(
     v_t = λ (v_{t-1} + u_{t-1}), so no cotangent of the state is needed, and one sweep in order is enough.
     """
     MODE_TILES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    tile = tl.program_id(0).to(tl.int64)
-    mine = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(1).to(tl.int64)
+    mine = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     mode = tile % MODE_TILES * BLOCK_E + tl.arange(0, BLOCK_E)
     column = tile // MODE_TILES * BLOCK_D + tl.arange(0, BLOCK_D)
     in_tile = (mode < E)[:, None] & (column < D)[None, :]
@@ -328,8 +328,8 @@ def recurrent(
     BLOCK_D: tl.constexpr,
 ):
     """One token: the state is read and written once."""
-    column = tl.program_id(0).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = tl.program_id(0).to(tl.int64)
     mode = tl.arange(0, BLOCK_E)
     in_tile = (column < D)[:, None] & (mode < E)[None, :]
     within = column[:, None] * E + mode[None, :]
