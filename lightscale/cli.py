@@ -79,7 +79,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "verify": Command(
         module="lightscale.exchange.verify_command",
-        help="compare an export, a run's checkpoints or a token store with its hashes",
+        help="compare an export, run or token store with its hashes",
     ),
     "completion": Command(
         module="lightscale.completion.command", help="print a completion script for bash, zsh or fish"

@@ -88,7 +88,7 @@ class DuringTraining:
         self._requests[task.name] = requests
 
     def evaluate(self, step: int) -> Evaluated:
-        """See ``Evaluation``. Tasks with a result for these weights are left out."""
+        """See ``Evaluation``. Tasks with a result for these weights are skipped."""
         began_s = time.monotonic()
         scores: dict[str, dict[str, float | None]] = {}
         is_complete = True

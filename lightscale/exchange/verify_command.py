@@ -3,14 +3,16 @@
 import argparse
 import json
 from pathlib import Path
+from types import ModuleType
 
-from lightscale.cli import load_command
 from lightscale.config.arguments import path_argument, run_path
+from lightscale.data_pipeline.commands import data
 from lightscale.errors import UserError
 from lightscale.exchange.files import checksums
 from lightscale.output.progress import progress_bars
 from lightscale.output.terminal import plain_console
 from lightscale.runs.run_directory import split_step
+from lightscale.training.checkpoints import command as checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,17 +29,18 @@ def run(args: argparse.Namespace) -> int:
     if (path / checksums.NAME).exists():
         return _verify_export(path, as_json=args.json)
     if (path / "zarr.json").is_file():
-        return _delegate("data", ["verify", str(path), *options])
+        return _delegate(data, ["verify", str(path), *options])
     if (run_path(split_step(str(path).removesuffix("-weights"))[0]) / "config.toml").is_file():
-        return _delegate("checkpoint", ["verify", str(path), *options])
+        return _delegate(checkpoint, ["verify", str(path), *options])
     if (path / "config.json").is_file():
         raise UserError(f"{path}: no {checksums.NAME}; only exports of `lightscale export` have hashes")
     raise UserError(f"{path}: expected an export with {checksums.NAME}, a token store or a run")
 
 
-def _delegate(command: str, words: list[str]) -> int:
-    module, parser = load_command(command)
-    return int(module.run(parser.parse_args(words)))
+def _delegate(command: ModuleType, words: list[str]) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return int(command.run(parser.parse_args(words)))
 
 
 def _verify_export(path: Path, *, as_json: bool) -> int:

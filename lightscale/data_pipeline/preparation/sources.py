@@ -50,7 +50,7 @@ class FileLister:
     """
 
     def __init__(self, problems: Problems, *, after: "FileLister | None" = None) -> None:
-        """``after``: an earlier listing, whose files are left out."""
+        """``after``: an earlier listing, whose files are skipped."""
         self._problems = problems
         self._seen: set[int] = after._seen if after else set()
 

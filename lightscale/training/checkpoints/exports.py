@@ -4,7 +4,7 @@
     RUN/exports/step-00000100.HOST-PID.tmp/   while process PID of HOST writes it
 
 The disk shows the missing exports: steps that are due and have a checkpoint, but no export. A resumed run therefore
-makes the exports that an earlier start left out. One process at a time writes one export, with low priority and one
+makes the exports that an earlier start skipped. One process at a time writes one export, with low priority and one
 thread. It reads only the files of the checkpoint. A failed export is reported and does not affect the run.
 """
 
