@@ -334,12 +334,14 @@ def test_a_run_is_followed_by_another_job(
         process.kill()
         process.communicate()
     assert process.returncode == 0, stderr
+    # A save that is due while the one before is still being written is skipped: on a slow disk.
+    skipped = [event["step"] for event in read_lines(run.events) if event["event"] == "checkpoint_skipped"]
+    saved = [step for step in (2, 4, 6, 8) if step not in skipped]
     # Two are kept; the first ones were not removed before they had been evaluated.
-    assert list_steps(run.checkpoints)[-2:] == [6, 8]
+    assert saved[-1] == 8 and list_steps(run.checkpoints)[-2:] == saved[-2:]
     results = json.loads(stdout)
-    assert [(one["step"], one["checkpoint"]) for one in results] == [
-        (step, f"step-{step:08d}") for step in (2, 4, 6, 8)
-    ]
+    evaluated = [(one["step"], one["checkpoint"]) for one in results]
+    assert evaluated == [(step, f"step-{step:08d}") for step in saved], (stderr, ended.stderr)
     assert results[0] == result(run, 2)
     assert not list(run.evaluation.glob("followers/*.json"))
     shown = curves(run.tensorboard / "evaluation")["evaluation/held/bits_per_byte"]

@@ -87,11 +87,7 @@ class Relation(_Normalised, CausalRN):
 
 
 class Attention(_Normalised, LLaMA):
-    """Softmax attention that knows no positions: all angles are 0."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.theta.zero_()
+    """Softmax attention, by its options without positions."""
 
 
 class LinearAttention(_Normalised, DecayAttention):
@@ -160,7 +156,7 @@ def printed_model(name: str, *, length: int, width: int, blocks: int, vocab_size
         "linear": (["relation"], {"relation": {"form": "linear", "positions": length}}),
         "transformer": (
             ["attention", "perceptron"],
-            {"attention": {"attention_bias": "all"}, "perceptron": perceptron},
+            {"attention": {"attention_bias": "all", "positions": "none"}, "perceptron": perceptron},
         ),
         "linear transformer": (
             ["linear-attention", "perceptron"],
