@@ -83,6 +83,7 @@ PACKAGES = {
     "mpiexec": "mpich",
     "prlimit": "util-linux",
     "unshare": "util-linux",
+    "xxh128sum": "xxhash",
     **dict.fromkeys(("munged", "slurmctld", "slurmd"), "slurm-wlm"),
     **dict.fromkeys(("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo"), "slurm-wlm"),
 }

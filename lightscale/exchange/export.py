@@ -7,7 +7,7 @@ DIR/model-….safetensors, model.safetensors.index.json   the weights, straight 
     tokenizer.json, tokenizer_config.json               the tokenizer as transformers reads it
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
     README.md                                           the model card
-    SHA256SUMS                                          the hash of each file but the model card
+    XXH128SUMS                                          the hash of each file but the model card
 """
 
 import json

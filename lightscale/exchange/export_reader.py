@@ -56,7 +56,7 @@ def open_export(directory: Path) -> Export:
     """The model in ``directory``, which lightscale or transformers has written.
 
     UserError where there is none, one of another architecture, or its files are damaged, do not fit each other, or are
-    not those of SHA256SUMS.
+    not those of XXH128SUMS.
     """
     if not (directory / export_config.NAME).is_file():
         raise UserError(f"{directory}: no model; expected {export_config.NAME} and files of tensors")

@@ -255,7 +255,7 @@ def test_the_command(saved_runs: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "parameters" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [
         "README.md",
-        "SHA256SUMS",
+        "XXH128SUMS",
         "config.json",
         "generation_config.json",
         "model.safetensors",

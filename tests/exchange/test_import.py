@@ -77,7 +77,7 @@ def test_without_the_runs_own_files_the_model_is_the_same(
     export(choose_run(saved_runs / name), tmp_path / "to")
     (tmp_path / "to" / "run.toml").unlink()
     shutil.rmtree(tmp_path / "to" / "tokenizer")
-    (tmp_path / "to" / "SHA256SUMS").unlink()
+    (tmp_path / "to" / "XXH128SUMS").unlink()
     import_model(tmp_path / "to", tmp_path / "back")
     model, half = lightscale.load(tmp_path / "back"), lightscale.load(tmp_path / "to", dtype=torch.float32)
     assert model.logits("the other").equal(half.logits("the other"))
@@ -113,7 +113,7 @@ def test_the_tokenizer_of_another_model_is_refused(saved_runs: Path, tmp_path: P
 def test_a_configuration_of_another_model_is_refused(saved_runs: Path, tmp_path: Path) -> None:
     export(choose_run(saved_runs / "tnl"), tmp_path / "to", dtype="fp32")
     shutil.copy(saved_runs / "hgrn2" / "config.toml", tmp_path / "to" / "run.toml")
-    (tmp_path / "to" / "SHA256SUMS").unlink()
+    (tmp_path / "to" / "XXH128SUMS").unlink()
     with pytest.raises(UserError, match=r"run\.toml: its model differs"):
         import_model(tmp_path / "to", tmp_path / "back")
     config = tmp_path / "to" / "config.json"

@@ -25,9 +25,9 @@ _POLL_S = 0.02
 _LAST_WORDS_S = 0.5
 _RANK = "a rank"  # the module's name in the processes
 _HAS_GPU = Path("/dev/nvidiactl").exists()  # asked without CUDA
-_CONTEXT = multiprocessing.get_context("spawn" if _HAS_GPU else "forkserver")
+CONTEXT = multiprocessing.get_context("spawn" if _HAS_GPU else "forkserver")
 if not _HAS_GPU:
-    _CONTEXT.set_forkserver_preload(["pytest", "lightscale.training.train"])
+    CONTEXT.set_forkserver_preload(["pytest", "lightscale.training.train"])
 
 
 def run_ranks(
@@ -49,7 +49,7 @@ def run_ranks(
         for rank in range(world_size):
             job = (function.__code__.co_filename, function.__name__, rank, world_size, name, timeout_s, environment)
             # By path, because pytest imports no file by a name that another process could import.
-            process = _CONTEXT.Process(target=runpy.run_path, args=(__file__, {"JOB": job}, _RANK), daemon=True)
+            process = CONTEXT.Process(target=runpy.run_path, args=(__file__, {"JOB": job}, _RANK), daemon=True)
             process.start()
             processes.append(process)
         try:

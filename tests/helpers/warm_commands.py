@@ -6,7 +6,6 @@ children are those of a command from a shell. What an import reads from the envi
 `tests/launch/launcher/test_fork.py`, `tests/test_cli.py` and the tutorials start commands from nothing.
 """
 
-import multiprocessing
 import os
 import runpy
 import signal
@@ -20,8 +19,7 @@ from typing import Any
 
 from lightscale.cli import main
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "lightscale.training.train"])
+_CONTEXT = runpy.run_path(str(Path(__file__).with_name("run_ranks.py")))["CONTEXT"]
 _POLL_S = 0.01
 _COMMAND = "a command"  # the module's name in the processes
 

@@ -16,7 +16,7 @@ or within room that was made for it. Options:
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,10 +64,7 @@ class LLaMA(Mixer):
         rows = 2 * width if self.has_gate else width
         self.q_proj = column_parallel(config, d, rows, std=std, group=group, bias=bias != "none")
         self.out_proj = row_parallel(config, width, d, std=self.output_std, group=group, bias=bias == "all")
-        if options.qk_norm != "none":
-            self.q_norm, self.k_norm = (
-                self._norm_of(options, heads) for heads in (model.num_heads, num_key_value_heads)
-            )
+        self.q_norm, self.k_norm = (self._norm_of(options, heads) for heads in (model.num_heads, num_key_value_heads))
         self.rotary = None
         if options.positions == "rope":
             self.rotary = RotaryPositions(
@@ -78,7 +75,9 @@ class LLaMA(Mixer):
                 device=self.q_proj.weight.device,
             )
 
-    def _norm_of(self, options: LLaMAOptions, heads: int) -> HeadNorm | AllHeadsNorm:
+    def _norm_of(self, options: LLaMAOptions, heads: int) -> HeadNorm | AllHeadsNorm | None:
+        if options.qk_norm == "none":
+            return None
         eps, centered = self.model.norm_eps, options.zero_centered_norm
         if options.qk_norm == "head":
             return HeadNorm(self.config, self.head_dim, eps, self.group, zero_centered=centered)
@@ -88,19 +87,13 @@ class LLaMA(Mixer):
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
         phases = None if self.rotary is None else self.rotary(context.positions)
-        finish = self._begin(self._placed(k, "k_norm", phases), v, context)
+        finish = self._begin(_placed(k, self.k_norm, phases), v, context)
         q, *gate = self._heads(self.q_proj, x, 2 if self.has_gate else 1)
-        o = finish(self._placed(q, "q_norm", phases))
+        o = finish(_placed(q, self.q_norm, phases))
         if gate:
             o = o * torch.sigmoid(gate[0])
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]
         return out
-
-    def _placed(self, x: Tensor, norm: Literal["q_norm", "k_norm"], phases: Phases | None) -> Tensor:
-        """Queries or keys, normalised and rotated as far as the options have it."""
-        if hasattr(self, norm):
-            x = getattr(self, norm)(x)
-        return x if phases is None else rope(x, phases)
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:
@@ -139,3 +132,9 @@ class LLaMA(Mixer):
         seen = attention.before + attention.length if self.is_causal else None
         k, v = gathered[:, :seen].unbind(dim=2)
         return self._attend(q, k, v, context)
+
+
+def _placed(x: Tensor, norm: HeadNorm | AllHeadsNorm | None, phases: Phases | None) -> Tensor:
+    """Queries or keys, normalised and rotated as far as the options have it."""
+    x = x if norm is None else norm(x)
+    return x if phases is None else rope(x, phases)

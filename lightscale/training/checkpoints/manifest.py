@@ -46,10 +46,11 @@ class Manifest:
 def hash_file(path: Path) -> FileRecord:
     """Read ``path`` once."""
     with open_file(path) as file:
-        return _hash(file)
+        return hash_opened(file)
 
 
-def _hash(file: BufferedReader) -> FileRecord:
+def hash_opened(file: BufferedReader) -> FileRecord:
+    """Read an open file to its end."""
     digest, size = xxhash.xxh3_128(), 0
     while block := file.read(_BLOCK_BYTES):
         digest.update(block)
@@ -124,7 +125,7 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> N
             if (size := os.fstat(file.fileno()).st_size) != expected.num_bytes:
                 raise DamagedCheckpoint(f"{path}: expected {expected.num_bytes} bytes, found {size}")
             try:
-                found = _hash(file).xxh3_128
+                found = hash_opened(file).xxh3_128
             except OSError as error:
                 raise DamagedCheckpoint(f"{path}: {error.strerror}") from None
         if found != expected.xxh3_128:
