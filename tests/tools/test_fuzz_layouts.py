@@ -51,9 +51,11 @@ def test_what_is_drawn_covers_every_mixer_task_and_axis(tmp_path: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("half", ["default", pytest.param("long", marks=pytest.mark.long)])
 def test_random_models_on_random_layouts_are_those_of_one_process(
-    fuzz: Callable[..., subprocess.CompletedProcess[str]],
+    fuzz: Callable[..., subprocess.CompletedProcess[str]], half: str
 ) -> None:
+    """Sixty in both suites together."""
     done = fuzz("--cases", str(CASES))
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,7 +77,7 @@ NOT_DRAWN: dict[str, str] = {
     "task.validation_mlm_probability": "of validation, which the fuzzer does not do",
     "train.steps": "three",
     "train.tokens": "as train.steps",
-    "train.global_batch_size": "four times the micro-batch, so that every layout divides it",
+    "train.global_batch_size": "drawn with the layout, which must divide it",
     "train.seed": "decides the numbers, not how they come about",
     "train.device": "the fuzzer is for CPUs",
     "train.kernels": "back-ends are compared operator by operator (tests/kernels)",
@@ -200,7 +200,9 @@ class Drawer:
         keys["data.packing"] = "whole" if task == "classify" else rng.choice(("concat", "joined", "whole"))
         world_size = rng.choice(self.world_sizes)
         self._layout(keys, world_size)
-        return Drawn(world_size=world_size, keys=keys, cuts=self._cuts(keys))
+        drawn = Drawn(world_size=world_size, keys=keys, cuts=self._cuts(keys))
+        keys["train.global_batch_size"] = keys.get("train.micro_batch_size", 1) * _micro_batches(drawn)
+        return drawn
 
     def _options(self, keys: dict[str, Any], prefix: str, kind: type[BaseModel]) -> None:
         for name, one in kind.model_fields.items():
@@ -244,6 +246,12 @@ class Drawer:
         if ranks == 1 or keys["parallel.tensor"] * keys["parallel.pipeline"] > 1 or self.rng.random() > 0.4:
             return None
         return (0, *sorted(self.rng.choice((0, TOKENS, self.rng.randrange(TOKENS))) for _ in range(ranks - 1)))
+
+
+def _micro_batches(drawn: Drawn) -> int:
+    """Of a step, on all data ranks: the fewest, but two, that the layout divides."""
+    axes = drawn.axes()
+    return max(2, axes["data"] * (axes["pipeline"] if "parallel.virtual_stages" in drawn.keys else 1))
 
 
 def nested(keys: dict[str, Any]) -> dict[str, Any]:

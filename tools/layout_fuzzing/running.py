@@ -61,7 +61,8 @@ def config_of(drawn: Drawn, stores: str) -> RunConfig:
             **tables,
             "data": {"store": f"{stores}/{store}", "sequence_length": TOKENS, **tables.get("data", {})},
             "optimizer": {"lr": 1e-3, **tables.get("optimizer", {})},
-            "train": {"steps": STEPS, "device": "cpu", **tables.get("train", {}), "global_batch_size": 4 * micro},
+            # Cases that were kept before the batch was drawn had four micro-batches.
+            "train": {"steps": STEPS, "device": "cpu", "global_batch_size": 4 * micro, **tables.get("train", {})},
         }
     )
     check_model(config.model, config.parallel)
