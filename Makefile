@@ -54,9 +54,10 @@ test: check
 test-skipped: install
 	$(PYTEST) --skipped --numprocesses $(JOBS) --dist loadfile || test $$? -eq 5
 
-# The rest: tests marked `long`. Jobs of a scheduler mostly wait, so the others run beside them; those that measure speed
-# run by themselves. Exit code 5 says that there is none.
-LONG := 'long and not soak'
+# The rest: tests marked `long`; with SHARE=4 a quarter of each file's, drawn anew each time. Jobs of a scheduler mostly
+# wait, so the others run beside them; those that measure speed run by themselves. Exit code 5 says that there is none.
+SHARE ?= 1
+LONG := 'long and not soak' --share $(SHARE)
 ALONE := tests/tools/benchmarks tests/data_pipeline
 test-long: install
 	failed=0; \

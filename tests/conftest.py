@@ -155,6 +155,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skipped", action="store_true", help="only the tests that were skipped for want of what the machine lacked"
     )
+    parser.addoption(
+        "--share", type=int, default=1, metavar="N", help="one in N of the tests of each file, drawn with the seed"
+    )
 
 
 # Of tests/helpers/drawing.py. Workers inherit it.
@@ -181,12 +184,30 @@ def _skipped_before(config: pytest.Config) -> dict[str, list[str]]:
     return skipped
 
 
+@pytest.hookimpl(trylast=True)  # of those that markers leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave those of `--skipped`."""
+    """Leave those of `--skipped` and `--share`."""
+    kept = items
     if config.option.skipped:
         skipped = _skipped_before(config)
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in skipped])
-        items[:] = [item for item in items if item.nodeid in skipped]
+        kept = [item for item in kept if item.nodeid in skipped]
+    if config.option.share > 1 and os.environ[SEED] != "all":
+        kept = _share(kept, config.option.share)
+    left_out = set(items).difference(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = kept
+
+
+def _share(items: list[pytest.Item], share: int) -> list[pytest.Item]:
+    """One in `share` of each file's tests: all have run after `share` sessions, or a few more."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kept = []
+    for path, own in files.items():
+        first = random.Random(f"{os.environ[SEED]} {path.relative_to(ROOT)}").randrange(share)
+        kept += own[first::share]
+    return kept
 
 
 @pytest.hookimpl(wrapper=True)

@@ -39,3 +39,20 @@ def test_nothing_is_dropped_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(drawing.SEED, drawing.ALL)
     assert set(drawing.covering("test", *AXES)) == PRODUCT
     assert drawing.some("test", range(9), 2) == list(range(9))
+
+
+def test_a_share_is_one_in_so_many_of_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    items = [
+        SimpleNamespace(path=root / "tests" / file, number=number)
+        for file, count in (("a.py", 10), ("b.py", 3))
+        for number in range(count)
+    ]
+    share = runpy.run_path(str(root / "tests" / "conftest.py"))["_share"]
+    seen = set()
+    for seed in range(40):
+        monkeypatch.setenv(drawing.SEED, str(seed))
+        kept = share(items, 4)
+        assert kept == share(items, 4) and len(kept) in (2, 3, 4)
+        seen |= {(item.path.name, item.number) for item in kept}
+    assert len(seen) == 13

@@ -95,6 +95,7 @@ def test_grid_is_tritons_launch_grid() -> None:
     assert found == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_strings_are_plain_technical_english(phrase: str) -> None:
     found = [

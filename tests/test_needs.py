@@ -59,6 +59,7 @@ def test_workers_name_what_is_lacking(folder: Path) -> None:
     what_is_lacking_is_named(folder, "--numprocesses", "2")
 
 
+@pytest.mark.long
 def test_what_is_lacking_is_named_and_tests_run_once_it_is_there(folder: Path) -> None:
     what_is_lacking_is_named(folder)
     maker = folder / "bin" / "shelf-maker"

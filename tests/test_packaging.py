@@ -149,6 +149,7 @@ def test_wheel_holds_the_whole_package_and_nothing_else(wheel: Path, repository_
     assert {name.partition("/")[0] for name in names} == {"lightscale", f"lightscale-{version}.dist-info"}
 
 
+@pytest.mark.long
 def test_an_installed_wheel_has_the_shipped_configurations(wheel: Path, tmp_path: Path) -> None:
     """In a folder where there is nothing else."""
     site, empty = tmp_path / "site", tmp_path / "empty"

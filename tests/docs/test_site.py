@@ -151,6 +151,7 @@ def test_many_values_of_a_key_are_folded_away(site: Path) -> None:
     assert int(count) == len(entries) > 3
 
 
+@pytest.mark.long
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     loaded = [(page.name, url) for page in site.rglob("*.html") for url in elements(page).loaded]
     assert len(loaded) > 100
@@ -191,6 +192,7 @@ def show(page: SimpleNamespace, file: Path, width: int) -> None:
     page.wait_for(f"location.href === {json.dumps(file.as_uri())} && document.readyState === 'complete'")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [1400, 390])
 def test_every_page_is_drawn_without_errors(site: Path, page: SimpleNamespace, width: int) -> None:
     # The theme brings a file that is no page.

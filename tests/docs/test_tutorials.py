@@ -13,14 +13,12 @@ tutorials = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "t
 
 # tests/launch/slurm runs this one on its cluster.
 ON_SLURM = "slurm"
-STARTS_MANY_RUNS = ("scaling-study",)
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem not in ("index", ON_SLURM))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # trainings of several processes, on a machine that may be busy
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in STARTS_MANY_RUNS else []) for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_page(name: str, tmp_path: Path) -> None:
     # Packages go to a folder of the test, and not to the environment that the tests run in.
     site = tmp_path / "site"

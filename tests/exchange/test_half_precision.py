@@ -50,6 +50,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.long
 def test_bf16_logits_are_those_of_training(
     run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

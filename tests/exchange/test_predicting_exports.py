@@ -133,6 +133,7 @@ def test_losses_are_those_of_training(transformers: Any, exports: Path, saved_ru
     assert model.config.id2label == {0: "good", 1: "bad", 2: "other"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_by_transformers_it_is_the_same(transformers: Any, exports: Path, tmp_path: Path, name: str) -> None:
     model = loaded(transformers, exports / name)

@@ -300,6 +300,7 @@ def test_random_damage(victims: dict[Contents, Victim], original: Loaded, data: 
     check_unsealed(victims["full"], original, data)
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(data=st.data())
 def test_random_crafting(victims: dict[Contents, Victim], data: st.DataObject) -> None:

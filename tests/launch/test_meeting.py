@@ -275,6 +275,7 @@ def start_by_hand(folder: Path, command: Callable[[int], list[str]], variables: 
     return [process.returncode for process in processes], said
 
 
+@pytest.mark.long
 def test_ranks_started_by_hand_with_another_learning_rate(folder: Path) -> None:
     (port,) = free_ports(1)
 
@@ -291,6 +292,7 @@ def test_ranks_started_by_hand_with_another_learning_rate(folder: Path) -> None:
     assert not (folder / "runs/by-hand").exists()
 
 
+@pytest.mark.long
 def test_ranks_started_by_hand_look_at_the_store_too(folder: Path) -> None:
     """What the launcher would refuse: here an embedding without a row for the mask."""
     (port,) = free_ports(1)

@@ -32,6 +32,7 @@ def test_right_kernels_pass(mixer: str) -> None:
     assert wrong(mixer) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixer", ["causal-rn", "bi-rn"])
 def test_of_relations_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch, mixer: str) -> None:
     """Right ones pass; without what the norm adds they do not."""

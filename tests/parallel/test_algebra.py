@@ -280,6 +280,7 @@ def test_a_suffix_is_the_prefix_of_the_segments_turned_around(number: int, compu
     assert_close(BOTH.combine(BOTH.identity(expected), expected), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [1, 3, 8])
 def test_both_sides_of_whole_documents_are_averages_and_their_cotangents_are_sums(
     number: int, computed: torch.dtype

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
@@ -60,6 +61,7 @@ with tiny.engine_on((1, 1, 1, 1), 0, f"file://{sys.argv[2]}-meeting", mixer="tnl
 """
 
 
+@pytest.mark.long
 def test_steps_of_nvidias_packages_are_the_same_to_rounding(tmp_path: Path) -> None:
     """apex's, and Transformer Engine's, which Megatron prefers where both are installed."""
     helper = Path(__file__).parents[1] / "helpers" / "tiny_engine.py"

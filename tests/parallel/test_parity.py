@@ -214,6 +214,7 @@ def two_in_fp64(run_ranks: RunRanks, one_process: OneProcess) -> Results:
     return {case: [found[case] for found in ranks] for case in cases}
 
 
+@pytest.mark.long
 def test_one_process_recomputes_to_the_same(run_ranks: RunRanks, one_process: OneProcess) -> None:
     check(run_ranks, one_process, 1, some(ONE, 3), FP64, steps=1)
 
@@ -222,6 +223,7 @@ def test_two_ranks_equal_one_in_fp64(two_in_fp64: Results, one_process: OneProce
     assert_as_one_process(two_in_fp64, one_process(FP64, 1), FP64)
 
 
+@pytest.mark.long
 def test_two_ranks_equal_one_in_fp32(run_ranks: RunRanks, one_process: OneProcess) -> None:
     results = check(run_ranks, one_process, 2, [*TWO_IN_FP32, *OVERLAPPED], FP32, steps=STEPS)
     assert_overlapped(results, [case for case in results if case in OVERLAPPED])
@@ -244,14 +246,17 @@ def assert_overlapped(results: Results, cases: list[str]) -> None:
             assert begun["gathered"] >= (STEPS - 1) * LEAST_BUCKETS, f"{case}: {begun}"
 
 
+@pytest.mark.long
 def test_three_sequence_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:
     check(run_ranks, one_process, 3, THREE_IN_FP64, FP64, steps=1)
 
 
+@pytest.mark.long
 def test_four_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:
     check(run_ranks, one_process, 4, FOUR_IN_FP64, FP64, steps=1)
 
 
+@pytest.mark.long
 def test_eight_ranks_equal_one(run_ranks: RunRanks, one_process: OneProcess) -> None:
     check(run_ranks, one_process, 8, some(EIGHT[:4], 8), FP64, steps=1)
 
@@ -391,6 +396,7 @@ def freely(
     return found
 
 
+@pytest.mark.long
 def test_free_runs_stay_within_ten_times_the_control(run_ranks: RunRanks) -> None:
     steps = 25
     base, *controls = run_ranks(freely, 1, ["tnl"], steps, ("", *NUDGED))[0].values()

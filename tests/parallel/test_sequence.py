@@ -455,6 +455,7 @@ def test_two_ranks(run_ranks: RunRanks) -> None:
     check(run_ranks, 2, ["gather", "ring", "two_level of 1"], SUMMARIES)
 
 
+@pytest.mark.long
 def test_three_ranks(run_ranks: RunRanks) -> None:
     """Every operator in every combination; with a rank before, one behind, and one between."""
     check(run_ranks, 3, ["gather"], whole=True)

@@ -199,6 +199,7 @@ def test_a_plain_model_follows_for_50_steps(beside: tuple[Path, list[Any], list[
             assert one[2] == two[2]
 
 
+@pytest.mark.long
 def test_every_axis_follows_one_rank(run_ranks: RunRanks, beside: tuple[Path, list[Any], list[Any]]) -> None:
     store, expected, _ = beside
     for size, axes in ((2, {"tensor": 2}), (4, {"sequence": 2, "pipeline": 2}), (4, {"sequence": 2})):

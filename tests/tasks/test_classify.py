@@ -171,6 +171,7 @@ def expected(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> t
     return store, run_ranks(plainly, 1, store)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, *LAYOUTS])
 def test_losses_and_gradients_are_those_of_plain_pooling(
     run_ranks: RunRanks, expected: tuple[Path, list[tuple[Any, ...]]], size: int

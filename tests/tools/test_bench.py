@@ -14,6 +14,7 @@ def bench(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.long
 def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
     """One thread, because the suite's other processes share the cores; they slow a side by less than a few times."""
     options = ["--tokens", "4096", "--heads", "4", "--width", "64", "--repeats", "5", "--threads", "1"]

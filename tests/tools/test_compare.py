@@ -22,6 +22,7 @@ from lightscale.data_pipeline.store.token_store import TokenStore
 
 pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 ARGUMENTS = [

@@ -41,6 +41,7 @@ def new_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", OPERATORS)
 def test_what_kernels_change_they_are_known_to_write(
     tools_path: Path, new_memory_is_nan: None, monkeypatch: pytest.MonkeyPatch, config: str

@@ -48,6 +48,7 @@ def fingerprint(path: Path) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+@pytest.mark.long
 def test_changes_that_ranks_notice(whole: tuple[RunDirectory, Any], workplace: Path, run_ranks: RunRanks) -> None:
     """Another text under the same name, other versions, and a mixer that there is not."""
     refused, other, aged = (

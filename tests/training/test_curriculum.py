@@ -23,6 +23,7 @@ WORDS = (
 )
 
 
+@pytest.mark.long
 def test_a_run_whose_sequences_grow_is_the_same_on_other_layouts_and_resumed(
     workplace: Path, run_ranks: Callable[..., list[Any]]
 ) -> None:

@@ -16,6 +16,7 @@ from lightscale.runs.run_directory import RunDirectory, read_metrics
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.long
 def test_tokens_that_change_under_a_job_end_it_and_are_named(workplace: Path, start: Callable[..., Any]) -> None:
     """Every tenth token of half a shard, on two sequence ranks."""
     store = workplace / "changing"

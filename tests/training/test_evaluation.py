@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 warm_commands = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "warm_commands.py")))
 
 # Several starts of several processes, on a machine that may be busy.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 STEPS = ["train.steps=9", "train.validate_every=0", "checkpoint.every=6", "metrics.parameter_norms_every=0"]
 EVALUATION = ['evaluation.tasks=["held.toml"]', "evaluation.every_steps=4"]

@@ -76,6 +76,7 @@ def on_four(rank: int, world_size: int, init_method: str, folder: str, run: str)
     return commands(rank, world_size, init_method, folder, [["train", *WORDS, *axes, "--run", run]])
 
 
+@pytest.mark.long
 def test_a_masked_run_goes_on_with_other_ranks(
     workplace: Path, trained: tuple[RunDirectory, RunDirectory], run_ranks: RunRanks
 ) -> None:
@@ -112,6 +113,7 @@ def linear_on_two(rank: int, world_size: int, init_method: str, folder: str, run
     return commands(rank, world_size, init_method, folder, [words])
 
 
+@pytest.mark.long
 def test_linear_mixers_learn_from_both_sides(workplace: Path, run_ranks: RunRanks) -> None:
     run = RunDirectory(workplace / "runs/masked-linear")
     for ((code, stderr),) in run_ranks(linear_on_two, 2, str(workplace), str(run.path)):

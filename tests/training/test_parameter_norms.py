@@ -70,6 +70,7 @@ def on_layouts(rank: int, world_size: int, init_method: str, layouts: list[Any])
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world_size", "layouts"), [(1, [(1, 1, 1, 1)]), (2, ON_TWO)])
 def test_norms_are_those_of_the_whole_tensors_and_change_nothing(
     run_ranks: RunRanks, world_size: int, layouts: list[Any]

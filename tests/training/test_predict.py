@@ -17,7 +17,7 @@ from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 RunRanks = Callable[..., list[Any]]
 TOPICS, STEPS = ("animals", "ships", "stones", "tools"), 4
 RUN = f"""

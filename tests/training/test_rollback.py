@@ -35,7 +35,7 @@ from lightscale.training.health.replicas import SilentCorruption
 commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
 
 # Several runs, on a machine that may be busy.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 RunRanks = Callable[..., list[Any]]
 StepsOf = Callable[[list[dict[str, Any]]], dict[int, tuple[Any, ...]]]

@@ -30,6 +30,7 @@ def age(run: RunDirectory, step: int) -> None:
     write_manifest(path, manifest.files, facts)
 
 
+@pytest.mark.long
 def test_what_was_trained_as_two_models_is_not_resumed(workplace: Path, run_ranks: RunRanks) -> None:
     runs = {std: RunDirectory(workplace / "runs" / f"tied-{std}") for std in ("0.5", "0.02")}
 

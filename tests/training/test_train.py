@@ -212,6 +212,7 @@ def test_stopped_runs_go_on_as_if_nothing_had_happened(
     assert resumes == stops
 
 
+@pytest.mark.long
 def test_a_killed_or_suspended_rank_costs_only_the_steps_since_the_last_checkpoint(
     whole: tuple[RunDirectory, Any], workplace: Path, start: Callable[..., Any], steps_of: StepsOf
 ) -> None:
@@ -270,6 +271,7 @@ def test_an_exchange_that_times_out_is_named_and_the_run_goes_on(
     assert steps_of(read_metrics(run.metrics)) == steps_of(read_metrics(whole[0].metrics))
 
 
+@pytest.mark.long
 def test_the_deadline_stops_and_saves(workplace: Path, train: Callable[..., Any]) -> None:
     ended = train("run.toml", "train.steps=100000", "--run", "runs/deadline", "--stop-after", "1s")
     assert ended.code == 75, ended.stderr
@@ -351,6 +353,7 @@ def copy_at(run: RunDirectory, step: int, path: Path) -> RunDirectory:
     return copy
 
 
+@pytest.mark.long
 def test_one_rank_goes_on_where_two_left_and_the_reverse(
     whole: tuple[RunDirectory, Any], workplace: Path, run_ranks: RunRanks, steps_of: StepsOf
 ) -> None:

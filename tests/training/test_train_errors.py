@@ -157,6 +157,7 @@ def test_run_directories_that_cannot_be_read(
     assert str(file.relative_to(folder)) in refusal(*words)
 
 
+@pytest.mark.long
 def test_a_run_whose_numbers_stay_bad_is_stopped(workplace: Path, train: Callable[..., Any]) -> None:
     words = [
         # Weights grow by 9,999 in every step, until they are infinite.

@@ -157,6 +157,7 @@ def test_mistakes_end_with_78_and_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["gone.txt"]
 
 
+@pytest.mark.long
 def test_the_standard_library_within_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     assert main(["data", "prepare", "--corpus", "stdlib", "--out", str(tmp_path / "store"), "--json"]) == 0

@@ -180,6 +180,7 @@ def test_damage_is_named_in_the_store_that_has_it(stores: dict[str, TokenStore])
         [loader.next_step() for _ in range(20)]
 
 
+@pytest.mark.long
 def test_a_rank_opens_only_the_shards_it_reads(write_store: WriteStore) -> None:
     """Of two stores with thousands of shards; files that are opened are counted by Python itself."""
     tokens = [[number % 200] * 63 for number in range(3000)]  # 64 tokens with end of text, in shards of 64

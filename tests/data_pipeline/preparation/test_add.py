@@ -147,6 +147,7 @@ def test_adding_twice_is_adding_all(made: Path, tmp_path: Path) -> None:
     assert not verify_store(tmp_path / "second", lambda *_: None).faults, "what is shared stays while one has it"
 
 
+@pytest.mark.long
 def test_several_ranges_of_keys_a_task(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the ranges of either store; also stopped between the keys of some ranges and what they show."""
     found: list[deduplication.DedupTask] = []

@@ -124,6 +124,7 @@ KILL_YOURSELF = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_killed_at_any_change_of_a_file_it_goes_on(corpus: Path, whole: Path, tmp_path: Path, seed: int) -> None:
     """Each attempt is killed (SIGKILL) before or after its n-th rename, sync, removal or new directory."""
@@ -162,6 +163,7 @@ def finished_units(out: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in units.glob("??????")} if units.exists() else {}
 
 
+@pytest.mark.long
 def test_the_command_with_workers_goes_on_where_it_was_killed(corpus: Path, tmp_path: Path) -> None:
     with (tmp_path / "lines.jsonl").open("a") as lines:  # large enough for four units of the command's own choice
         for number in range(6000):
@@ -333,6 +335,7 @@ def most_kills(count: int, *marks: pytest.MarkDecorator) -> list[Any]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "most"), [*most_kills(2), *most_kills(20, pytest.mark.soak, pytest.mark.timeout(1800))]
 )

@@ -99,6 +99,7 @@ def test_every_document_has_the_class_that_its_file_says(corpus: dict[str, Any],
     assert "<td>science fiction</td>" in page
 
 
+@pytest.mark.long
 def test_workers_units_and_interruptions_leave_no_trace(
     corpus: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

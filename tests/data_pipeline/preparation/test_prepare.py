@@ -141,6 +141,7 @@ def without(report: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key not in keys}
 
 
+@pytest.mark.long
 def test_neither_workers_nor_units_leave_a_trace(words: Path, tmp_path: Path) -> None:
     (words / "copy.txt").write_bytes((words / "07.txt").read_bytes())
     duplicates = {"exact": True, "near": True}

@@ -507,6 +507,7 @@ def lightscale(*commands: list[str]) -> list[tuple[int, str, str]]:
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.long
 def test_the_command_writes_the_text_and_nothing_else(runs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs / "one", run)

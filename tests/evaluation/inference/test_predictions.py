@@ -120,6 +120,7 @@ def test_rows_of_many_documents_leave_no_trace(one_process: tuple[Path, dict[str
     assert 0 in numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_layout_predicts_alike(
     run_ranks: RunRanks, one_process: tuple[Path, dict[str, Any]], world_size: int

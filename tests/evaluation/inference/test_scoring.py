@@ -178,6 +178,7 @@ def assert_as_one_process(
             assert error(answers, one_process[f"{case.split()[0]} / alone / {seed}"]) < 1e-10, (case, name)
 
 
+@pytest.mark.long
 def test_two_ranks_give_the_answers_of_one(run_ranks: RunRanks, one_process: dict[str, Any], folder: Path) -> None:
     """Each layout with some models; `long` has all."""
     cases = [f"{model} {TWO[number % len(TWO)]}".strip() for number, model in enumerate(MODELS)]

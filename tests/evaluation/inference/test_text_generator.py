@@ -23,7 +23,7 @@ from lightscale.evaluation.inference.scoring import Scorer, ScoringSettings
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "parity.py")))
 # A machine that others use too is slow at times.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 RunRanks = Callable[..., list[Any]]
 MODELS = parity.WRITING
 FP32 = ["hgrn2", "llama"]

@@ -291,6 +291,7 @@ def log_probability(model: Any, request: Any) -> float:
     return float(of_labels[len(request.context) - 1 :].sum())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_model_is_asked(tmp_path: Path, run_ranks: RunRanks) -> None:
     tokenizer = train_sentencepiece([tnl.TEXT] * 20, vocab_size=420)

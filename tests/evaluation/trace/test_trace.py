@@ -22,6 +22,7 @@ from lightscale.evaluation.trace.spikes import find_spikes
 from lightscale.runs.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.long
 warm_commands = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "warm_commands.py")))
 STEPS, GARBAGE_LINE = 24, 31
 RUN = f"""

@@ -56,6 +56,7 @@ def differing(tokenizer: Tokenizer, directory: Path, texts: Iterable[str]) -> li
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece", "huggingface", "ascii"])
 def test_every_id_and_every_text(tmp_path: Path, kind: str) -> None:
     tokenizer: Tokenizer

@@ -324,6 +324,7 @@ def largest_tensor(positions: Tensor, before: int, **how: Any) -> int:
     return largest
 
 
+@pytest.mark.long
 def test_memory_is_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last of eight ranks: no tensor grows with the product of queries and keys."""
     monkeypatch.setattr(documents, "_MASK_ELEMENTS", 2**14)

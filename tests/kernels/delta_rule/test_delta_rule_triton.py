@@ -296,6 +296,7 @@ def test_recomputation_and_torch_compile_give_the_same(decay: str) -> None:
     assert all(error(x, y) < 1e-6 for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_tiles")
 def test_registration() -> None:
     """Torch's own checks: what is declared of shapes, dtypes, aliases and gradients is true."""

@@ -165,6 +165,7 @@ def test_documents(starts: list[list[int]], split: int, chunks_per_split: Callab
     assert_as_reference(draw(1, 70, 12, 16, angles=not split), boundaries(starts, 70))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_tiles")
 def test_rows_and_heads() -> None:
     """Documents differ from row to row."""
@@ -179,6 +180,7 @@ def test_splits_of_several_chunks(state: bool, chunks_per_split: Callable[[int],
     assert_as_reference(draw(1, 134, 12, 12, state=state), None if state else boundaries([[30, 70]], 134))
 
 
+@pytest.mark.long
 def test_tiles_of_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of bf16, in fp32: chunks of 128 tokens in tiles of 64."""
     monkeypatch.setattr(tiling, "_FULL", replace(tiling._HALF, compute=torch.float32))
@@ -236,6 +238,7 @@ def test_the_gradient_of_a_heavy_state_keeps_its_digits(starts: list[list[int]] 
     assert error(run(inputs, cu_seqlens, "triton")["dz"], expected) < 2e-6
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_tiles")
 def test_document_that_begins_far_below(highest_rise: Callable[[float], None]) -> None:
     """A document from -80 to 80 inside a tile, and one of keys around -80 between others: nothing is lost.
@@ -255,6 +258,7 @@ def test_document_that_begins_far_below(highest_rise: Callable[[float], None]) -
     assert not error(broken["o"][:, :10], expected["o"][:, :10]) < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_tiles")
 def test_many_references_give_the_same_as_one(highest_rise: Callable[[float], None]) -> None:
     """Ordinary keys, by the usual path and by several rounds for every tile; a document crosses the chunks' edge.

@@ -90,6 +90,7 @@ def test_any_length(tokens: int) -> None:
     assert_as_reference(draw(1, tokens, 16, 24))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("decays", DECAYS)
 def test_any_decay(decays: str) -> None:

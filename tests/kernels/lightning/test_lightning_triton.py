@@ -266,6 +266,7 @@ def test_overflow_stays_in_its_document() -> None:
         assert error(x[:, 45:75], y) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("starts", "split"), drawing.covering("passes", (None, [[20, 60], []]), (0, 2), strength=1))
 def test_passes(starts: list[list[int]] | None, split: int, chunks_per_split: Callable[[int], None]) -> None:

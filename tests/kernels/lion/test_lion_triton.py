@@ -83,6 +83,7 @@ def test_any_decay_width_and_documents(decays: str, normalize: bool, gate: str) 
     assert_as_reference(inputs, gate=gate, normalize=normalize, cu_seqlens=boundaries([[20, 32, 33], [5]], 45))
 
 
+@pytest.mark.long
 def test_splits(chunks_per_split: Callable[[int], None]) -> None:
     """Two splits of two chunks and a shorter one, cut by documents in one row only."""
     chunks_per_split(2)

@@ -253,6 +253,7 @@ def test_triton(tokens: int) -> None:
     assert_close(run(case.to(torch.float32, torch.float32), "triton"), run(case, "reference"))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interpreted")
 def test_triton_passes() -> None:
     """What sequence parallelism calls, against the chunked passes in fp64."""

@@ -48,6 +48,7 @@ def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], limit:
         assert float((one.double() - exact).norm()) <= limit * float(exact.norm())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("activation", "norm"), [*((name, True) for name in ACTIVATIONS), ("elu", False)])
 def test_equals_all_pairs(activation: str, norm: bool) -> None:

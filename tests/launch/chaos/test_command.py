@@ -90,6 +90,7 @@ def chaos(capsys: pytest.CaptureFixture[str], *words: str, **amounts: int) -> di
     return record
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_real_run_under_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = chaos(capsys, kills=2, damages=1)

@@ -245,6 +245,7 @@ class Terminal:
         os.close(self._main)
 
 
+@pytest.mark.long
 def test_a_terminal(found: dict[str, Any], folder: Path, needs: Callable[..., None]) -> None:
     """Text comes as it is written; Ctrl-C ends it and asks for the next line, Ctrl-D leaves."""
     needs("pseudo-terminals")
@@ -268,6 +269,7 @@ def test_a_terminal(found: dict[str, Any], folder: Path, needs: Callable[..., No
         terminal.close()
 
 
+@pytest.mark.long
 def test_processes_are_started(found: dict[str, Any], folder: Path) -> None:
     words = [str(folder / "tnl"), "parallel.tensor=2", "--file", str(folder / "prompts.jsonl"), *OPTIONS, "--json"]
     done = subprocess.run(

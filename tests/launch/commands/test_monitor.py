@@ -95,6 +95,7 @@ def runs_at(said: dict[str, Any]) -> list[str]:
     return sorted(runs)
 
 
+@pytest.mark.long
 def test_curves_of_runs_until_ctrl_c(
     make_run: Callable[..., RunDirectory], monitor: Callable[..., Any], wait_for: Callable[[Callable[[], bool]], None]
 ) -> None:

@@ -302,6 +302,7 @@ def lightscale(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return lightscale
 
 
+@pytest.mark.long
 def test_the_whole_way_from_start_to_end(
     lightscale: Callable[..., subprocess.CompletedProcess[str]], folder: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_ranks_of_two_hosts_finish_together(hosts: Hosts, tmp_path: Path) -> Non
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_stop_on_one_host_stops_and_saves_on_both(hosts: Hosts, wait_until: Callable[..., None]) -> None:
     launchers = hosts("endless")
     run = launchers[0].run
@@ -74,6 +75,7 @@ def test_a_stop_on_one_host_stops_and_saves_on_both(hosts: Hosts, wait_until: Ca
     assert (launchers[0].signals(0), launchers[1].signals(1)) == ([], ["SIGINT"])
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
     first, second = (launcher.wait() for launcher in hosts("killed"))
     assert (first.code, second.code) == (1, 1)
@@ -93,6 +95,7 @@ def test_a_rank_that_is_killed_ends_both_hosts(hosts: Hosts, tmp_path: Path) -> 
         assert ended.output.splitlines()[-1] == "resume on all 2 hosts with: the same command"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("behaviour", "code", "says"),
     [("mistake", 78, "data.store = nowhere: no such store"), ("absent", 75, "rank 1 did not come")],
@@ -141,6 +144,7 @@ def test_a_process_that_is_a_rank_starts_none(
     assert capsys.readouterr().err.startswith("error: --nodes 2: torchrun has already started this process as a rank")
 
 
+@pytest.mark.long
 def test_addresses_are_refused_before_torch_is_imported(tiny_run: Path) -> None:
     """One line with host, port and remedy, as the whole output of the command."""
     with socket.create_server(("", 0), backlog=0) as server:

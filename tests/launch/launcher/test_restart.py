@@ -13,7 +13,7 @@ from lightscale.launch.launcher.failures import RankFailure, located
 from lightscale.training.health.heartbeat import Beat
 
 # Several starts of several processes, on a machine that may be busy.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 Launcher = Any  # conftest.py
 Ended = Any

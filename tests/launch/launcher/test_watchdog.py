@@ -76,6 +76,7 @@ def test_launches_without_a_hang_leave_no_stacks(endings: dict[str, Ended]) -> N
         assert (ended.run / "logs" / "launch-0002" / "rank-1.out").exists()
 
 
+@pytest.mark.long
 def test_a_suspended_job_does_not_count_as_hanging(start: Callable[..., Any]) -> None:
     """All of it, the launcher too, as by `scontrol suspend`."""
     launcher = start("train", {"hang_timeout_s": 3.0})

@@ -14,6 +14,7 @@ def bench(tools_path: Path) -> ModuleType:
     return importlib.import_module("benchmarks.checkpoint")
 
 
+@pytest.mark.long
 def test_the_figures_are_those_of_the_turns(
     bench: ModuleType, bench_in_process: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

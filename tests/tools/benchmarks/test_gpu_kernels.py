@@ -32,6 +32,7 @@ def tools(tools_path: Path) -> SimpleNamespace:
     return SimpleNamespace(bench=bench, kernels=gpu_kernels, plot=plot_kernels, subjects=subjects)
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_so_and_measures_what_is_there(
     tools: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +277,7 @@ def test_the_table_has_a_line_for_each_measurement_and_the_verdict(tools: Simple
     assert "missed: constant decay, forward, 1 x 8192: 2.00 ns, target 1.20" in str(table.caption)
 
 
+@pytest.mark.long
 def test_the_picture_is_drawn_from_what_was_saved(
     tools: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

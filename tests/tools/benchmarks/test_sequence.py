@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+pytestmark = pytest.mark.long
 LENGTHS = (5, 24)
 ROWS, HEADS, WIDTH = 2, 3, 8
 # Numbers per row of one rank, by hand: (by gather, forward), (by two_level, forward), (state, as by ring and backward),

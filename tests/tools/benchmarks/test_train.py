@@ -30,6 +30,7 @@ def run(*arguments: str) -> int:
     return code
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("tool")
 def test_figures_of_every_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*SHAPE, "--repeats", "2", "--json", "--save", str(tmp_path)) == 0

@@ -15,7 +15,7 @@ from lightscale.runs.lock import RunLock
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name, list_steps
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -133,6 +133,7 @@ def start_on_each(
     }
 
 
+@pytest.mark.long
 def test_every_layout_starts_from_the_same_weights(
     run_ranks: RunRanks, saved: Path, on_one: dict[str, dict[str, dict[str, Tensor]]]
 ) -> None:

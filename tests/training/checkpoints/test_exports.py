@@ -184,6 +184,7 @@ def unhurried_commands(rank: int, world_size: int, init_method: str, *arguments:
     return commands(rank, world_size, init_method, *arguments)
 
 
+@pytest.mark.long
 def test_a_run_exports_what_the_command_exports(workplace: Path, run_ranks: Callable[..., list[Any]]) -> None:
     with_exports, without = RunDirectory(workplace / "runs/exported"), RunDirectory(workplace / "runs/not-exported")
     base = ["train", "run.toml", "optimizer.schedule=constant", "train.validate_every=0", "checkpoint.keep_every=none"]

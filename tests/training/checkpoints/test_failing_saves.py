@@ -92,6 +92,7 @@ def trained(run: RunDirectory, steps_of: StepsOf) -> dict[int, tuple[Any, ...]]:
     return {step: values[:4] for step, values in steps_of(read_metrics(run.metrics)).items()}
 
 
+@pytest.mark.long
 def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
     workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf
 ) -> None:
@@ -115,6 +116,7 @@ def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
     assert trained(run, steps_of) == undisturbed
 
 
+@pytest.mark.long
 def test_a_full_disk_in_a_run(
     workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf, small_disk: Path
 ) -> None:
@@ -160,6 +162,7 @@ def with_a_full_disk_for_a_while(
     return found
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     workplace: Path, run_ranks: RunRanks, undisturbed: dict[int, tuple[Any, ...]], steps_of: StepsOf, small_disk: Path
 ) -> None:

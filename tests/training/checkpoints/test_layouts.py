@@ -122,6 +122,7 @@ def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> No
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[:2]})
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("rows", "tied"), [(301, True), (119, False)])
 def test_padding_of_the_vocabulary_is_no_part_of_the_model(

@@ -48,6 +48,7 @@ def test_a_manifest_is_read_as_it_was_written(directory: Path) -> None:
         assert (record.num_bytes, record.xxh3_128) == (len(data), xxhash.xxh3_128_hexdigest(data))
 
 
+@pytest.mark.long
 def test_every_flipped_bit_of_the_manifest_is_noticed(directory: Path) -> None:
     path = directory / NAME
     text = path.read_bytes()

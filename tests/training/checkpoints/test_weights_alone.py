@@ -151,6 +151,7 @@ def killed_at_every_point(rank: int, world_size: int, init_method: str, folder: 
     return found
 
 
+@pytest.mark.long
 def test_a_kill_within_a_save_of_weights_leaves_nothing(run_ranks: RunRanks, tmp_path: Path) -> None:
     (found,) = run_ranks(killed_at_every_point, 1, str(tmp_path))
     assert found == {point: [directory_name(1), directory_name(2, "weights")] for point in SAVE_POINTS[:-1]}

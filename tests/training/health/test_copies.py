@@ -52,6 +52,7 @@ def drawn_apart(rank: int, world_size: int, init_method: str, cases: list[tuple[
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [

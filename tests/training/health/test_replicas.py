@@ -136,6 +136,7 @@ def flips(rank: int, world_size: int, init_method: str, jobs: list[tuple[Axes, l
     return found
 
 
+@pytest.mark.long
 def test_a_changed_bit_names_its_rank_within_the_interval(run_ranks: RunRanks) -> None:
     nothing = {"flip": None}
     jobs: list[tuple[Axes, list[Any]]] = [

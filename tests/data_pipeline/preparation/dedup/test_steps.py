@@ -150,6 +150,7 @@ def test_stopped_before_any_task_it_goes_on_to_the_same(tmp_path: Path) -> None:
     pytest.fail("there are fewer tasks than that")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_little")
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
 def test_stopped_at_any_rename_or_emptying_it_goes_on_to_the_same(

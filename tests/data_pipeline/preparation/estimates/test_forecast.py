@@ -72,6 +72,7 @@ def num_bytes(folder: Path, pattern: str = "**/*") -> int:
     return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("top", "source", "files", "documents", "packed", "unit_bytes", "part_bytes"),
     [

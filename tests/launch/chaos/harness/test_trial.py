@@ -27,7 +27,7 @@ REFERENCE = [
 EVERYTHING = Kill(victims=(0, 1), launcher=True, delay_s=0.3)
 
 # Processes that start and stop, on a machine that may be busy.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 RunTrial = Callable[..., tuple[Trial, Verdict]]
 

@@ -62,6 +62,7 @@ def test_the_hugging_face_form_gives_the_same_ids(tool: ModuleType, tmp_path: Pa
         assert theirs.encode(text).ids == ours.encode(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("flags", "encodes"), [([], False), (["--gigatoken"], True)])
 def test_tiktoken_encodes_unless_gigatoken_is_asked_for(
     tool: ModuleType, tmp_path: Path, flags: list[str], encodes: bool

@@ -33,6 +33,7 @@ def test_batches_are_the_documents_of_a_store(bench_in_process: ModuleType) -> N
     assert torch.equal(rows.labels[:, 5:8], rows.tokens[:, 2:5])
 
 
+@pytest.mark.long
 def test_finished_curves_are_not_run_again(
     bench_in_process: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@pytest.mark.long
 def test_a_tiny_run_learns_which_word_follows(
     tools: SimpleNamespace, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
