@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 LOCK = Path(__file__).resolve().with_name("constraints.txt")
@@ -64,6 +65,9 @@ _OPERATORS = frozenset({"AND", "OR", "WITH"})
 _OF_A_BUILD = ("cuda-", "nvidia-", "triton")
 # NVIDIA's own libraries, under its own terms; whoever takes that build has accepted them.
 _OF_NVIDIA = ("cuda-", "nvidia-")
+
+# Debian 12 has 3.11.2, and pip reports a locked version that needs 3.11.5 as one that is not to be had.
+_OLDEST_PYTHON = "3.11.0"
 
 
 def main() -> int:
@@ -201,7 +205,15 @@ def read_lock() -> dict[str, str]:
 
 
 def lock_faults(installed: Mapping[str, metadata.Distribution], locked: Mapping[str, str]) -> Iterator[str]:
-    """Packages that the lock file lacks, or has without need."""
+    """Packages that the lock file lacks, has without need, or has in a version for newer Pythons than lightscale's."""
+    for name, distribution in installed.items():
+        pythons = _field(distribution, "Requires-Python")
+        is_locked = public_version(distribution) == locked.get(name)
+        if is_locked and not SpecifierSet(pythons).contains(_OLDEST_PYTHON):
+            yield (
+                f"{LOCK.name} has {name} {locked[name]}, which needs Python {pythons}; lightscale runs on "
+                f"{_OLDEST_PYTHON}: install an older version, and run `make lock`"
+            )
     lockable = {name for name in installed if not name.startswith(_OF_A_BUILD)}
     if locked and (lacking := sorted(lockable - locked.keys())):
         yield f"{LOCK.name} lacks {', '.join(lacking)}; run `make lock`"

@@ -88,6 +88,12 @@ def test_the_lock_file_has_all_packages_and_no_other(
     assert "+" not in tool.lock_text(installed)
 
 
+def test_a_locked_version_for_newer_pythons_is_a_fault(tool: ModuleType) -> None:
+    newer, older = (package("1.0", **{"Requires-Python": pythons}) for pythons in (">=3.11.5", ">=3.9,!=3.11.7"))
+    (fault,) = tool.lock_faults({"a": newer, "b": older, "c": package("1.0")}, dict.fromkeys("abc", "1.0"))
+    assert "has a 1.0, which needs Python >=3.11.5; lightscale runs on 3.11.0" in fault
+
+
 def test_the_build_of_pytorch_for_gpus_is_no_fault(
     tool: ModuleType, installed: dict[str, metadata.Distribution]
 ) -> None:
