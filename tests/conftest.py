@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
@@ -60,6 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Kernels run in Triton's interpreter there. It reads this when a kernel is defined.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    # transformers copies the code of exports below the home directory, and reads another place when it is imported.
+    copied_code = tempfile.TemporaryDirectory(prefix="hf-modules-")
+    config.add_cleanup(copied_code.cleanup)
+    os.environ.update(HF_MODULES_CACHE=copied_code.name, HF_HUB_OFFLINE="1")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips(config))
         _choose_seed(config)

@@ -212,6 +212,9 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="print the table of pairs of such a file, and exit")
     parser.add_argument("--shrink", action="store_true", help="also shrink the case of --case")
     parser.add_argument("--keep-going", action="store_true", help="continue after a failing case")
+    parser.add_argument(
+        "--timeout-s", type=float, default=90.0, help="seconds after which a job counts as hung (default: %(default)s)"
+    )
     args = parser.parse_args()
     if args.table:
         lines = args.table.read_text().splitlines()
@@ -221,7 +224,7 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     given = None if args.case is None else read_case(args.case)
     drawer, refused, wrong, began = Drawer(random.Random(seed)), 0, 0, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fuzz-layouts-") as folder, RankPool(4) as pool:
+    with tempfile.TemporaryDirectory(prefix="fuzz-layouts-") as folder, RankPool(4, timeout_s=args.timeout_s) as pool:
         write_stores(Path(folder))
         for number in range(1 if given else args.cases):
             if given is None:

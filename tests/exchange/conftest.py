@@ -4,7 +4,7 @@ import importlib.util
 import json
 import runpy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +216,7 @@ def offline() -> None:
         pytest.skip("needs transformers: pip install 'lightscale[hf]'")
 
 
-@pytest.fixture(scope="module")
-def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The package, which fetches nothing and keeps copied code here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield pytest.importorskip("transformers", reason="needs pip install 'lightscale[hf]'")
+@pytest.fixture(scope="session")
+def transformers() -> Any:
+    """The package."""
+    return pytest.importorskip("transformers", reason="needs pip install 'lightscale[hf]'")

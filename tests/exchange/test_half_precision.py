@@ -52,11 +52,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.long
 def test_bf16_logits_are_those_of_training(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, transformers: Any
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    transformers = pytest.importorskip("transformers", reason="needs pip install 'lightscale[hf]'")
     (ours,) = run_ranks(training_logits, 1, str(tmp_path), timeout_s=200)
     for name in NAMES:
         export(choose_run(tmp_path / name), tmp_path / "exports" / name, dtype="bf16")

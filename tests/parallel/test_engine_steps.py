@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from lightscale.parallel import weight_gradients
 from lightscale.parallel.engine import Engine
 from lightscale.training.build import start_again
 
@@ -39,22 +40,23 @@ def good_step(
 
 
 def bad_step(engine: Engine, *, loss: bool, rank: int) -> tuple[float, float]:
-    """NaN on ``rank`` alone, in its losses or in the gradient of one of its weights; nothing is applied."""
+    """NaN on ``rank`` alone, in its losses or in the gradients of its linear weights; nothing is applied."""
 
     def poison(engine: Engine, batch: Any, losses: Tensor) -> Any:
         return original(engine, batch, losses * math.nan)
 
+    def accumulate(x: Tensor, gradient: Tensor, total: Tensor) -> None:
+        weight_gradients.accumulate(x, gradient * math.nan, total)
+
     original = Engine._sum_losses
-    weight = next(engine.chunks[0].parameters())
     if engine.mesh.rank != rank:
         sums = engine.forward_backward(tiny.step_batches(9, engine.mesh))
     elif loss and engine.mesh.is_last_stage:
         with mock.patch.object(Engine, "_sum_losses", poison):
             sums = engine.forward_backward(tiny.step_batches(9, engine.mesh))
     else:
-        hook = weight.register_hook(lambda gradient: gradient * math.nan)
-        sums = engine.forward_backward(tiny.step_batches(9, engine.mesh))
-        hook.remove()
+        with mock.patch.object(weight_gradients.PRODUCTS, "wgrad_gemm_accum_fp32", accumulate):
+            sums = engine.forward_backward(tiny.step_batches(9, engine.mesh))
     return sums.mean, engine.gradient_norm()
 
 

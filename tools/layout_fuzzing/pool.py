@@ -100,7 +100,7 @@ def _serve(pipe: Connection, log: str) -> None:
             rank, world_size, method, job, timeout_s = pipe.recv()
             faulthandler.dump_traceback_later(timeout_s, exit=True)
             try:
-                found: Any = run(rank, world_size, method, job)
+                found: Any = run(rank, world_size, method, job, timeout_s)
             except Exception:  # noqa: BLE001 - whatever it is, it is the case's result
                 found = traceback.format_exc()
             faulthandler.cancel_dump_traceback_later()

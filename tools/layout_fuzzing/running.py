@@ -77,8 +77,8 @@ def on_one(drawn: Drawn) -> Drawn:
     return Drawn(world_size=1, keys=keys)
 
 
-def run(rank: int, world_size: int, init_method: str, job: Job) -> dict[str, float]:
-    """Errors by name, on this rank.
+def run(rank: int, world_size: int, init_method: str, job: Job, timeout_s: float) -> dict[str, float]:
+    """Errors by name, on this rank. ``timeout_s``: of a collective.
 
     reference: leaves losses, gradients and weights of one process. compare: those of the layout beside it, fp64.
     optimize: three steps of the optimizer in fp32, behind which copies are equal and the optimizer's bytes are those of
@@ -100,7 +100,7 @@ def run(rank: int, world_size: int, init_method: str, job: Job) -> dict[str, flo
         rank=rank,
         world_size=world_size,
         init_method=init_method,
-        timeout_s=60,
+        timeout_s=timeout_s,
     ) as mesh:
         case = _Case(config, drawn, mesh, Path(job.scratch), wide=job.what not in ("optimize", "resume", "move"))
         return {

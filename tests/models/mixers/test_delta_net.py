@@ -295,7 +295,7 @@ def beside_published(rank: int, world_size: int, init_method: str) -> dict[str, 
 
 def test_layers_are_those_of_published_models(run_ranks: RunRanks) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'lightscale[hf]'")
-    (found,) = run_ranks(beside_published, 1, env={"HF_HUB_OFFLINE": "1"})
+    (found,) = run_ranks(beside_published, 1)
     for name, errors in found.items():
         wrong = {key: error for key, error in errors.items() if not error < 1e-5}
         assert not wrong, (name, wrong)
