@@ -27,6 +27,7 @@ from lightscale.parallel.model_shards import ParameterPart, optimizer_shards, pa
 from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer
 from lightscale.parallel.optimizer_spec import OptimizerSpec
 from lightscale.parallel.shards import TensorShard
+from lightscale.parallel.weight_gradients import accumulate_in_products
 
 
 class MicroBatch(Protocol):
@@ -198,6 +199,8 @@ class Engine:
         ]
         for model in self.models:
             _gather_in_order_of_use(model)
+            if not double:
+                accumulate_in_products(model)
         self.config.finalize_model_grads_func = self._finalize_gradients
         # With overlap a bucket's reduction starts in the backward pass as soon as its last gradient is there; only the
         # last micro-batch's is complete, which is when the schedules call these.

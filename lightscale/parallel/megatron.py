@@ -31,6 +31,7 @@ try:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from megatron.core.tensor_parallel import layers as tensor_parallel_layers
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.tensor_parallel.mappings import (
         all_to_all_hp2sp,
@@ -91,4 +92,5 @@ __all__ = [
     "parallel_state",
     "scatter_to_tensor_model_parallel_region",
     "tensor_parallel",
+    "tensor_parallel_layers",
 ]

@@ -18,6 +18,7 @@ from lightscale.parallel.megatron import (
     TransformerConfig,
     all_to_all_hp2sp,
     gather_from_tensor_model_parallel_region,
+    tensor_parallel_layers,
 )
 
 
@@ -96,11 +97,21 @@ class ReplicatedLinear(nn.Module):
         )
         # Each rank's gradient is that of its own tokens: the engine sums it over the tensor ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        # Set by the engine where it sums gradients in their products (parallel/weight_gradients.py).
+        self.gradient_accumulation_fusion = False
         set_initializer(self.weight, normal(std))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., width_in) -> (..., width_out)."""
-        return F.linear(x, self.weight)
+        out: Tensor = tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce(
+            x,
+            self.weight,
+            None,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+        )
+        return out
 
 
 class GatedLinearUnit(MLP):
