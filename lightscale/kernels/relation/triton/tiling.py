@@ -1,4 +1,4 @@
-"""Extents of the kernels of relations, and how pairs are divided among launches."""
+"""Extents of the kernels of relations, and the division of pairs among launches."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,7 +28,7 @@ BAND_PAIRS = 2**23
 
 
 class Band(NamedTuple):
-    """Queries, keys: what a launch computes."""
+    """The queries and keys that a launch computes."""
 
     query_0: int
     num_queries: int
@@ -37,9 +37,9 @@ class Band(NamedTuple):
 
 
 def bands(first: Tensor, end: Tensor) -> Iterator[Band]:
-    """Bands that hold all pairs of ranges (B, T) on the host, and no tile of them twice.
+    """Bands that hold all pairs of ranges (B, T) on the host, each tile once.
 
-    Neighbouring queries together, of about as many keys, or of all that they read where these are few.
+    A band has neighbouring queries and about as many keys, or all their keys where these are few.
     """
     rows, num_queries = first.shape
     if not first.numel():
