@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of the scan; docs/reference/operators/tpe.md, "In Triton", says why."""
+"""Tiles of the Triton kernels of the scan; docs/reference/operators/tpe.md, "In Triton", gives the reasons."""
 
 STEP = 16
 """Tokens of one step: the least that a matrix product takes."""
