@@ -1,4 +1,4 @@
-"""The two states of a bidirectional operator, what it keeps of its outputs, and its gates."""
+"""The two states of a bidirectional operator, its saved outputs, and its gates."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -13,7 +13,7 @@ GATES: tuple[str, ...] = get_args(Gate)
 class LionState(NamedTuple):
     """Sums of k [v, 1]ᵀ, decayed, of the tokens on both sides of a row, (B, H, K, W) each, fp32 (fp64 for fp64 inputs).
 
-    W is V + 1: the last column is the normaliser's, the sum of the keys. Without a normaliser W is V.
+    W is V + 1: the last column is the normaliser's, the decayed sum of the keys. Without a normaliser W is V.
     """
 
     prefix: Tensor
@@ -23,7 +23,7 @@ class LionState(NamedTuple):
 
 
 class LionOutputs(NamedTuple):
-    """What the backward pass takes of the forward pass, beside the inputs."""
+    """Results of the forward pass that the backward pass reads beside the inputs."""
 
     o: Tensor
     """(B, T, H, V), in v's dtype."""
