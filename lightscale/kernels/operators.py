@@ -1,9 +1,9 @@
-"""Every operator that a model is made of, described: what computes it, its chunks, its cost, its state.
+"""Descriptions of all operators of models: their back-ends, chunks, costs and states.
 
-An operator is named after its folder beside this file; the run's log, the planner, FLOP counts and the tests on GPUs
-read its description here. A new operator is its folder and one entry of the table at the end, or, from another package,
-a call of ``register``. Nothing here imports torch, so that planning works without it: the modules that compute are
-named, and ``common/backends.py`` imports them when they are first used.
+An operator has the name of its folder beside this file. The run's log, the planner, FLOP counts and the tests on GPUs
+read its description here. A new operator needs its folder and one entry of the table at the end, or, from another
+package, a call of ``register``. This module does not import torch, so that planning works without it. It names the
+modules that compute; ``common/backends.py`` imports them at their first use.
 """
 
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ LOGITS_WORKSPACE_BYTES = 512 * 2**20
 
 
 def loss_chunk_tokens(tokens: int, logits_bytes: int, room: int = LOGITS_WORKSPACE_BYTES) -> int:
-    """How many of ``tokens`` cross_entropy computes at a time; a token has ``logits_bytes`` of logits."""
-    # At least 128 tokens, or the products of the two sides would be too small for a GPU.
+    """Number of ``tokens`` that cross_entropy computes at a time; a token has ``logits_bytes`` bytes of logits."""
+    # At least 128 tokens: smaller products would not fill a GPU.
     chunks = -(-tokens // max(128, room // logits_bytes))
     # Equal chunks: a short last one would cost nearly as much as a full one.
     return max(1, -(-tokens // max(1, chunks)))
@@ -60,7 +60,7 @@ class StateAlgebra(Enum):
 
 
 class StateScope(Enum):
-    """Which other tokens a token's states are made of."""
+    """The other tokens that a token's states depend on."""
 
     PREFIX = "prefix"
     """Those before: one state."""
@@ -92,7 +92,7 @@ class StateDescription:
 
     @property
     def grows(self) -> bool:
-        """Whether its size depends on the number of tokens."""
+        """Whether the state's size depends on the number of tokens."""
         return any("T" in tensor.shape for tensor in self.tensors)
 
 
@@ -117,8 +117,8 @@ class Backend:
 class Operator:
     """One operator.
 
-    Its back-end is what the call, or else ``train.kernels``, asks for. For "auto" it is the first of ``backends`` that
-    can compute the inputs: Triton on a GPU for fp16, bf16 and fp32 up to its width, else the next.
+    The call sets the back-end, or else ``train.kernels``. "auto" is the first of ``backends`` that supports the inputs:
+    Triton on a GPU for fp16, bf16 and fp32 up to its width, else the next.
 
     Raises:
         UserError: two back-ends of one name, or one that ``train.kernels`` cannot name.
@@ -143,7 +143,7 @@ class Operator:
 
     @property
     def backend_names(self) -> tuple[str, ...]:
-        """Of ``backends``, in their order."""
+        """Names of ``backends``, in their order."""
         return tuple(backend.name for backend in self.backends)
 
     def backend(self, name: str) -> Backend:
@@ -155,7 +155,7 @@ class Operator:
 
     @property
     def chunk_size(self) -> int:
-        """The chunk by which FLOPs are counted: of the first back-end that has one, in half precision.
+        """The chunk for FLOP counts: the chunk of the first back-end that has one, in half precision.
 
         Raises:
             UserError: no back-end has chunks.
@@ -211,7 +211,7 @@ def _backends(
     chunked: str = "chunked",
     max_width: int | None = None,
 ) -> tuple[Backend, ...]:
-    """Triton, PyTorch in chunks, and the reference, as all folders have them."""
+    """Triton, PyTorch in chunks, and the reference, the three back-ends of a folder."""
     module = f"{__name__.rpartition('.')[0]}.{folder}"
     return (
         Backend(
@@ -264,7 +264,7 @@ register(
         state=_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"),
     )
 )
-# A form of its own in the folder of lightnet; whole documents are its chunks.
+# A separate form in the folder of lightnet; its chunks are whole documents.
 _LIGHTNET = f"{__name__.rpartition('.')[0]}.lightnet"
 register(
     Operator(
@@ -314,7 +314,7 @@ register(
         state=_state(StateAlgebra.LOG_SUM, z="BD"),
     )
 )
-# Sums that PyTorch computes everywhere, in the folder of log_sum.
+# Sums in the folder of log_sum, which PyTorch computes on all devices.
 register(
     Operator(
         name="log_sum_whole",
