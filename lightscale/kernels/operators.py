@@ -15,10 +15,10 @@ from lightscale.errors import UserError
 BackendName = Literal["triton", "chunked", "reference"]
 
 PYTORCH = "PyTorch"
-"""What computes an operator without back-ends."""
+"""Name of the back-end of an operator without back-ends."""
 
 LOGITS_WORKSPACE_BYTES = 512 * 2**20
-"""Room for the logits that cross_entropy holds at a time."""
+"""Memory for the logits that cross_entropy holds at a time."""
 
 
 def loss_chunk_tokens(tokens: int, logits_bytes: int, room: int = LOGITS_WORKSPACE_BYTES) -> int:
@@ -35,11 +35,11 @@ class CostClass(Enum):
     SCAN = "scan"
     """Matrix products in chunks around a state whose decay is per head, per mode, or none."""
     GATED_SCAN = "gated_scan"
-    """The same with a decay per key channel and token, whose products are made in smaller tiles."""
+    """The same with a decay per key channel and token, whose products use smaller tiles."""
     SOFTMAX = "softmax"
     """Each token with all tokens before it: grows with the square of the sequence."""
     MEMORY = "memory"
-    """Element by element: what is read and written counts, not what is computed."""
+    """Element by element: the bytes read and written count, not the operations."""
     LOSS = "loss"
     """Matrix products with the output layer's weight, whose results are not kept."""
 
@@ -56,18 +56,18 @@ class StateAlgebra(Enum):
     LOG_SUM = "log_sum"
     """z_out = logaddexp(z_in, z_loc) alone."""
     CONCATENATION = "concatenation"
-    """The tokens themselves, after those before."""
+    """The tokens themselves, behind the earlier tokens."""
 
 
 class StateScope(Enum):
     """The other tokens that a token's states depend on."""
 
     PREFIX = "prefix"
-    """Those before: one state."""
+    """Earlier tokens: one state."""
     BOTH = "both"
-    """Those before and those behind: two states, with the same decays."""
+    """Earlier and later tokens: two states, with the same decays."""
     ALL = "all"
-    """All of their document: one state, whose parts from both sides of a segment are added to its own."""
+    """All tokens of the document: one state, the sum of the segment's own state and the states from both sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class StateTensor:
 
     name: str
     shape: tuple[str, ...]
-    """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values (with the
-    normaliser's column: W; with one for each of them: U), D channels, E modes."""
+    """Symbols: B rows, T tokens, H heads, K width of keys (R with LRPE), V width of values (W with the normaliser's
+    column, U with one such column per value), D channels, E modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +101,14 @@ class Backend:
     """One implementation of an operator."""
 
     name: BackendName
-    """As ``train.kernels`` and the argument ``backend`` name it."""
+    """Name in ``train.kernels`` and in the argument ``backend``."""
     module: str
-    """Its module by its full name, imported when it is first used. Where the operator has passes (``state_fwd``,
-    ``out_fwd``, ``state_bwd``, ``grad_bwd``, ``recurrent_step``), those of the back-ends have one signature."""
+    """Full name of its module, imported at the first use. Passes (``state_fwd``, ``out_fwd``, ``state_bwd``,
+    ``grad_bwd``, ``recurrent_step``) have the same signature in all back-ends of an operator."""
     chunk_size: int | None = None
     """Tokens of a chunk for half-precision inputs; None where there are no chunks."""
     fp32_chunk_size: int | None = None
-    """Tokens of a chunk for fp32 inputs, where these are others."""
+    """Tokens of a chunk for fp32 inputs; None: ``chunk_size``."""
     max_width: int | None = None
     """Most elements of the inputs' last dimension; None for any."""
 
@@ -125,10 +125,10 @@ class Operator:
     """
 
     name: str
-    """As ``MixerSpec.operator`` names it; that of the folder where it has one."""
+    """Name in ``MixerSpec.operator``; the name of the operator's folder, if it has one."""
     cost: CostClass
     backends: tuple[Backend, ...] = ()
-    """In the order of preference; none for what PyTorch computes, whatever is asked for."""
+    """In the order of preference; empty for an operator that PyTorch always computes."""
     state: StateDescription | None = None
     """None for an operator whose tokens are independent of each other."""
 

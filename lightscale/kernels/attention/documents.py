@@ -33,7 +33,7 @@ _LENGTH_STEP = 16
 _MASK_ELEMENTS = 2**25
 """Most pairs of tokens that one mask is made for."""
 _MOST_QUERIES = 1024
-"""Of a block: more only adds pairs that the mask hides."""
+"""Most queries of a block: longer blocks only add hidden pairs."""
 
 
 class DocumentStarts(NamedTuple):
@@ -94,7 +94,7 @@ class _Moves(NamedTuple):
     slots: Tensor
     """(b·n,) int64: the padded token of each token."""
     sources: Tensor
-    """(padded tokens,) int64: the token of each, or in the padding the last one of its document."""
+    """(padded tokens,) int64: the token of each padded token; for padding the last token of its document."""
     padding: Tensor
     """int64: the padded tokens that are padding."""
 
@@ -107,8 +107,8 @@ class _Layout:
     moves: _Moves | None
     """None where the order stays, without padding."""
     masks: tuple[Tensor | None, ...]
-    """Of each part: (rows, 1, 1, length) bool, on the device, which of its keys are no padding; None: all, or causal
-    attention does not see it."""
+    """For each part the mask (rows, 1, 1, length) bool, on the device, of its keys without padding; None: no padding,
+    or causal attention does not read the padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ class DocumentAttention:
     """Attention over rows of n tokens whose documents start at ``starts``; one for all layers of a forward pass."""
 
     starts: DocumentStarts
-    """Of these rows."""
+    """Starts of the documents in these rows."""
     rows: int
     """b."""
     length: int
@@ -128,9 +128,9 @@ class DocumentAttention:
     """(b,) tokens of each row's last document that the sequence ranks behind hold; None: attention is causal, and the
     keys end with the row's own."""
     window: int | None = None
-    """Most keys that a token sees, its own the last of them; None: all. With causal attention only."""
+    """Most keys that a token reads, the last of them its own; None: all. With causal attention only."""
     cap: float | None = None
-    """Most of a score, by tanh; None: scores are as they are."""
+    """Largest score, by tanh; None: scores without a cap."""
 
     @property
     def is_causal(self) -> bool:
@@ -190,7 +190,7 @@ class DocumentAttention:
         after = np.zeros_like(self._lengths)
         if self.after is not None:
             rows = self.starts.slots.numpy() // self.length
-            # Of each row the last one alone goes on.
+            # Only the last document of a row continues behind it.
             after[np.flatnonzero(np.diff(rows, append=self.rows))] = self.after.numpy()
         return after
 

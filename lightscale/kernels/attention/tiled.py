@@ -2,10 +2,9 @@
 
     s_tj = cap tanh(q_t·k_j / (sqrt(k) cap));  o_t = Σ_j exp(s_tj) v_j / (Σ_j exp(s_tj) + exp(sink_h)),  j in t's range
 
-Every query reads one range of keys. A block of queries visits only the keys between the first and the last that one of
-its queries reads, so no tile is entirely hidden. Running sums replace the matrix of scores (arXiv 2112.05682), and the
-backward pass recomputes scores: memory is linear in the tokens. Arithmetic is fp32 or wider; there are no second
-derivatives.
+Every query reads one range of keys. A block of queries visits only the keys between the first and the last that its
+queries read: no tile is entirely hidden. Running sums replace the matrix of scores (arXiv 2112.05682), and the backward
+pass recomputes scores: memory is linear in the tokens. Arithmetic is fp32 or wider; there are no second derivatives.
 """
 
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from lightscale.kernels.common.states import state_dtype
 
 _QUERIES = 128
-"""Most of a block: more add pairs at the edges of windows and documents that are hidden."""
+"""Most queries of a block: longer blocks add hidden pairs at the edges of windows and documents."""
 _KEYS = 512
-"""Most of a tile."""
+"""Most keys of a tile."""
 
 
 class Tile(NamedTuple):

@@ -23,7 +23,7 @@ from lightscale.kernels.operators import PYTORCH, Backend, Operator, get_operato
 AUTO = "auto"
 HAS_TRITON = find_spec("triton") is not None
 
-# Triton kernels have no fp64: dots of it do not reach tensor cores, and the reference needs no speed.
+# Triton kernels have no fp64: its dots do not use tensor cores, and the reference needs no speed.
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _P = ParamSpec("_P")
@@ -127,7 +127,7 @@ def dispatch_passes(operator: str, *chunked: *_Passes) -> tuple[*_Passes]:
 
 
 def dispatch_step(operator: str, chunked: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``dispatch_pass`` for ``recurrent_step``: one launch on a GPU, but by PyTorch where a gradient is asked for.
+    """``dispatch_pass`` for ``recurrent_step``: one launch on a GPU, but PyTorch if autograd needs a gradient.
 
     Triton's steps have no gradient. The reference's step is the chunked back-end's, which has no chunks.
     """

@@ -41,7 +41,7 @@ class Statistics(NamedTuple):
 
 
 OverRanks = Callable[[Statistics], Statistics]
-"""From the statistics of this rank's logits to those of all ranks together."""
+"""Reduces the statistics of this rank's logits to the statistics of all ranks."""
 
 
 class Softmax(Protocol):

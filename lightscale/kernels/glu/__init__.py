@@ -56,7 +56,7 @@ def glu(x: Tensor, activation: str = "none", *, backend: str = AUTO) -> Tensor:
         UserError: a shape, dtype, activation or backend does not fit; the message names the argument.
     """
     if x.dim() < 1 or x.shape[-1] % 2:
-        raise UserError(f"x must be (..., 2 F), a gate and what it multiplies, got shape {tuple(x.shape)}")
+        raise UserError(f"x must be (..., 2 F), a gate and the columns it multiplies, got shape {tuple(x.shape)}")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise UserError(f"x must be fp16, bf16, fp32 or fp64, got {x.dtype}")
     check_activation("activation", activation)

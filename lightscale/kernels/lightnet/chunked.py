@@ -266,7 +266,7 @@ class LightNetGradients(NamedTuple):
     k: Tensor
     v: Tensor
     theta: Tensor | None
-    """(H, K) fp64, None unless asked for; ranks add up."""
+    """(H, K) fp64, None unless requested; the caller sums it over ranks."""
 
 
 @torch.no_grad()

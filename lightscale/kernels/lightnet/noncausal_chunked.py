@@ -16,7 +16,7 @@ from lightscale.kernels.lightnet.chunked import rotate, rotate_back
 from lightscale.kernels.lightnet.state import LightNetState
 
 Bounds = tuple[int, ...] | None
-"""Document boundaries on the host, every row start included, so that a GPU need not be asked for them."""
+"""Document boundaries on the host, every row start included: reads of them do not wait for a GPU."""
 
 
 def _documents(bounds: Bounds, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

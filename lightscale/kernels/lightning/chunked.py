@@ -142,9 +142,9 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
-    """None unless asked for: (H,), of which ranks add up theirs; or (B, T, H) by ``token_decays``."""
+    """None unless requested: (H,), which the caller sums over ranks; or (B, T, H) by ``token_decays``."""
     theta: Tensor | None
-    """(H, K) fp64, None unless asked for; ranks add up."""
+    """(H, K) fp64, None unless requested; the caller sums it over ranks."""
 
 
 @without_autocast

@@ -239,9 +239,9 @@ class LionGradients(NamedTuple):
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
-    """None unless asked for; those of heads (H,) ranks add up."""
+    """None unless requested; for decays per head (H,) the caller sums it over ranks."""
     state: LionState
-    """Of the states that entered: what ``state_bwd`` gives + D ⊙ the cotangents of those that left."""
+    """Gradients of the entering states: the result of ``state_bwd`` + D ⊙ the cotangents of the leaving states."""
 
 
 @without_autocast

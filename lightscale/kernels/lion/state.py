@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 Gate = Literal["leave", "enter"]
-"""Between two tokens stand their decays and all between them, but one: "leave" leaves out that of the token that is
-reached, "enter" that of the one that is left."""
+"""The decay between two tokens is the product of their decays and all decays between them, except one. "leave" omits
+the decay of the token that is reached, "enter" the decay of the token that is left."""
 GATES: tuple[str, ...] = get_args(Gate)
 
 
@@ -17,9 +17,9 @@ class LionState(NamedTuple):
     """
 
     prefix: Tensor
-    """Of the tokens before."""
+    """State of the tokens before."""
     suffix: Tensor
-    """Of the tokens behind."""
+    """State of the tokens behind."""
 
 
 class LionOutputs(NamedTuple):
@@ -28,7 +28,7 @@ class LionOutputs(NamedTuple):
     o: Tensor
     """(B, T, H, V), in v's dtype."""
     normalizer: Tensor | None
-    """(B, T, H): what the outputs were divided by, ε included; None without one."""
+    """(B, T, H): the divisor of the outputs, including ε; None without normalisation."""
 
 
 def transposed(gate: Gate) -> Gate:

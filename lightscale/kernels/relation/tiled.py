@@ -23,9 +23,9 @@ from lightscale.kernels.common.states import state_dtype, without_autocast
 from lightscale.kernels.relation.activations import activation_of
 
 TILE_ELEMENTS = 2**20
-"""Most numbers of a tile, over all rows and channels, on a CPU, whose caches hold them; a tile is held a few times."""
+"""Most elements of a tile, over all rows and channels, on a CPU: its caches hold a few copies of a tile."""
 _ON_GPU = 4
-"""Times as many on a GPU, where every tile takes some launches."""
+"""Factor of the elements on a GPU, where every tile takes some launches."""
 _MOST_TOKENS, _LEAST_TOKENS = 64, 4
 
 

@@ -164,13 +164,13 @@ class Scanned(NamedTuple):
 
     o: Tensor | None
     final: Tensor
-    """(B, N, K, V) fp32: what leaves the rows."""
+    """(B, N, K, V) fp32: the state that leaves the rows."""
     chunks: Tensor | None
-    """(B, N, X, K, V): what enters each chunk."""
+    """(B, N, X, K, V): the state that enters each chunk."""
     z: Tensor | None
-    """(B, T, N, V): what is written, without its factor β."""
+    """(B, T, N, V): the writes without their factor β."""
     transitions: Tensor | None
-    """(B, N, S, K, K) fp32: what each split does to a state; None with one split."""
+    """(B, N, S, K, K) fp32: the transition of a state by each split; None with one split."""
 
 
 def scan(
@@ -383,7 +383,7 @@ def _fold(
         if between is not None:
             between[:, :, split] = state
         matrix = transitions[:, :, split].mT if reverse else transitions[:, :, split]
-        # Selected, not multiplied by 0: what overflowed in one document must give no NaN in the next.
+        # Selected, not multiplied by 0: an overflow in one document must give no NaN in the next.
         is_cut = (matrix == 0).flatten(-2).all(-1)[..., None, None]
         state = local[:, :, split] + (matrix @ state).masked_fill(is_cut, 0.0)
     return state

@@ -18,15 +18,15 @@ class DeltaTiling:
     prepared: int
     """Most key channels that ``prepare_heads`` multiplies at once."""
     channel_prepared: int
-    """Most key channels that ``prepare_channels`` has at once."""
+    """Most key channels that ``prepare_channels`` holds at once."""
     state_elements: int
     """Most elements of a tile of the state, which has all key channels and some columns."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     gradient: int
     """Most key channels of a program of the gradients."""
     gradient_value: int
-    """Most value channels that it contracts at once."""
+    """Most value channels that this program contracts at once."""
     scan_stages: int
     """Chunks in flight."""
     stored: torch.dtype

@@ -1,10 +1,10 @@
 """The Triton kernel of a chunk's work that needs decays and no values, and the decays.
 
-Every decay inside a chunk is the exponential of a sum of log decays, all of one sign, over the tokens between a token
-and a border. The borders are the chunk's start and end. For a pair of tokens j < i the border lies between the two
-neighbouring halves (of 1, 2, 4, … tokens) that hold them: P_ij = exp(border to i) exp(j to border). So no exponent is
-above 0, and none is a difference. A sum over a path is a product with a 0/1 matrix (``_path``), its gradient a product
-with the transposed matrix. Names of shapes and arguments are those of ``kernels.py``.
+Every decay inside a chunk is the exponential of a sum of log decays, over the tokens between a token and a border. All
+terms have one sign. The borders are the chunk's start and end. For a pair of tokens j < i the border lies between the
+two neighbouring halves (of 1, 2, 4, … tokens) that hold them: P_ij = exp(border to i) exp(j to border). So no exponent
+is above 0, and none is a difference. A sum over a path is a product with a 0/1 matrix (``_path``), its gradient a
+product with the transposed matrix. Names of shapes and arguments are those of ``kernels.py``.
 """
 
 import triton

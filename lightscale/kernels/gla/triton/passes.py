@@ -94,9 +94,9 @@ class Prepared(NamedTuple):
     """The chunks' results that need decays and no values; None unless requested."""
 
     q_in: Tensor | None
-    """(B, T, H, K): queries decayed from the start of their chunk; 0 where they do not see what enters it."""
+    """(B, T, H, K): queries decayed from the start of their chunk; 0 where they do not read the entering state."""
     k_out: Tensor | None
-    """(B, T, H, K): keys decayed to the end of their chunk; 0 where they do not reach what leaves it."""
+    """(B, T, H, K): keys decayed to the end of their chunk; 0 where they do not reach the leaving state."""
     through: Tensor
     """(B, H, N, K) fp32: the decay through each chunk; 0 where a document begins in it."""
     scores: Tensor | None
@@ -143,9 +143,9 @@ class GLAScanned(NamedTuple):
     """Results of a scan of the states."""
 
     chunks: Tensor | None
-    """(B, H, N, K, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
+    """(B, H, N, K, V): the state that enters each chunk; in reverse, the cotangent of the leaving state."""
     final: Tensor
-    """(B, H, K, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
+    """(B, H, K, V) fp32: the state that leaves the rows; in reverse, the cotangent of the entering state."""
 
 
 def scan(

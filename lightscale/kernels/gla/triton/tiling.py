@@ -18,19 +18,19 @@ class GLATiling:
     chunk: int
     """Tokens between two stored states, a power of two: every decay inside comes from its halves."""
     prepared: int
-    """Most key channels that ``prepare`` has at once."""
+    """Most key channels that ``prepare`` holds at once."""
     state_key: int
     """Most rows of a tile of the state in ``scan_states``."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     contracted: int
     """Most key channels that ``attend`` multiplies at once."""
     width: int
-    """Most columns of its outputs."""
+    """Most columns of the outputs of ``attend``."""
     gradient: int
     """Most key channels of a program of ``gradients``."""
     gradient_value: int
-    """Most value channels that it contracts at once."""
+    """Most value channels that this program contracts at once."""
     scan_stages: int
     """Chunks in flight."""
     attend_stages: int

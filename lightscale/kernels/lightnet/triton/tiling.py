@@ -26,7 +26,7 @@ class LightNetTiling:
     tile_tokens: int
     """Tokens of a tile."""
     partners: int
-    """Tokens of a tile of what the program's tile is multiplied with."""
+    """Tokens of a tile of partners of the program's tile."""
     scan_tile_tokens: int
     """Tokens of a tile in scans."""
     weighed: int
@@ -40,7 +40,7 @@ class LightNetTiling:
     state_key: int
     """Most rows of a tile of the state in scans."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     product_stages: int
     """Tiles of partners in flight."""
     scan_stages: int

@@ -39,7 +39,7 @@ from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, share_of
 from lightscale.kernels.lightnet.triton.tiling import _TYPES, tiling_of
 
 SPLIT_TOKENS = 1024
-"""Of a program that makes states: a long row keeps many of them busy, and its splits' states are small beside it."""
+"""Tokens of a program that computes states: a long row has many programs, and the splits' states stay small."""
 _TILE_TOKENS, _TILE_WIDTH = 64, 64
 _FP32_TILE = 32
 

@@ -118,11 +118,11 @@ class LightningScanned(NamedTuple):
     """Results of a scan of the states."""
 
     chunks: Tensor | None
-    """(B, H, N, F, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
+    """(B, H, N, F, V): the state that enters each chunk; in reverse, the cotangent of the leaving state."""
     final: Tensor
-    """(B, H, F, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
+    """(B, H, F, V) fp32: the state that leaves the rows; in reverse, the cotangent of the entering state."""
     decay_parts: Tensor | None
-    """(B, H, S, F tiles, V tiles) fp32, N instead of S for decays of tokens: their gradient by what goes through."""
+    """(B, H, S, F tiles, V tiles) fp32, N instead of S for decays per token: the decays' gradient through splits."""
 
 
 def scan(
@@ -228,7 +228,7 @@ class Products(NamedTuple):
     """Results of the products of the tokens."""
 
     out: Tensor
-    """Like z."""
+    """The shape and dtype of z."""
     decay_parts: Tensor | None
     """(B, token tiles, H, tiles) fp32, with (…, C) for decays of tokens: their gradient by each tile."""
     dtheta: Tensor | None

@@ -25,7 +25,7 @@ class LightningTiling:
     contracted: int
     """Most columns that ``attend`` multiplies at once in x yᵀ and x S."""
     width: int
-    """Most columns of its outputs."""
+    """Most columns of the outputs of ``attend``."""
     angle_contracted: int
     """``contracted`` where angles spread x and y."""
     angle_width: int
@@ -33,7 +33,7 @@ class LightningTiling:
     state_key: int
     """Most rows of a tile of the state in ``scan_states``."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     attend_stages: int
     """Tiles of partners in flight."""
     scan_stages: int

@@ -79,7 +79,7 @@ def _gradients(
     gate: str,
     with_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``grad_bwd``, registered; dlog_decay is empty unless asked for."""
+    """``grad_bwd``, registered; dlog_decay is empty unless requested."""
     entered = None if prefix is None or suffix is None else LionState(prefix, suffix)
     leaving = None if dprefix is None or dsuffix is None else LionState(dprefix, dsuffix)
     outputs = LionOutputs(o, normalizer)

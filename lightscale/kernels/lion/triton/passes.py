@@ -80,9 +80,9 @@ class LionScanned(NamedTuple):
 
     chunks: LionChunkStates | None
     final: Tensor
-    """(B, H, K, W) fp32: what leaves the rows."""
+    """(B, H, K, W) fp32: the state that leaves the rows."""
     decay_parts: Tensor | None
-    """(B, H, N) fp32: the decays' gradient by what goes through each chunk."""
+    """(B, H, N) fp32: the decays' gradient through each chunk."""
 
 
 def scan(
@@ -152,13 +152,13 @@ class LionProducts(NamedTuple):
     """Results of the products of the tokens."""
 
     out: Tensor
-    """Like z."""
+    """The shape and dtype of z."""
     normalizer: Tensor | None
     """(B, T, H) fp32."""
     crossing: Tensor | None
-    """(B, H, N, C) fp32: the decays' gradient by the pairs of one direction and what they read from there."""
+    """(B, H, N, C) fp32: the decays' gradient by the pairs of one direction and the reads from it."""
     right: Tensor | None
-    """(B, H, N, C) fp32: each token's part of it by what it has from the right, which crosses all tokens behind it."""
+    """(B, H, N, C) fp32: each token's part of this gradient by its reads from the right, across all tokens behind."""
 
 
 def products(

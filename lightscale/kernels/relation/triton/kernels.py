@@ -18,7 +18,7 @@ import triton.language as tl
 from lightscale.kernels.relation.triton.activations import activate
 
 LENGTHS = ("T", "S", "query_0", "num_queries", "key_0", "num_keys")
-"""Arguments that differ from band to band: nothing is compiled for one that is a multiple of 16, or 1."""
+"""Arguments that differ from band to band: a multiple of 16, or 1, causes no further compilation."""
 
 
 @triton.jit
