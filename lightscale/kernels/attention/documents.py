@@ -48,7 +48,7 @@ class DocumentStarts(NamedTuple):
 
 
 def read_starts(positions: Tensor) -> DocumentStarts:
-    """The starts of rows with ``positions`` (b, n), n ≥ 1. On a GPU the host waits for them."""
+    """The document starts of rows with ``positions`` (b, n), n ≥ 1. On a GPU the host waits for the positions."""
     starts = positions == 0
     # Operators read the rows as one sequence: a row that continues a document must not continue the row above.
     starts[:, 0] = True

@@ -29,7 +29,7 @@ class Angles(NamedTuple):
 
 
 def angles_of(theta: Tensor | None, positions: Tensor | None) -> Angles | None:
-    """The angles of both tensors, or None: autograd and torch's operators take tensors one by one."""
+    """The angles of theta (H, K) and positions (B, T), or None: autograd and torch's operators take single tensors."""
     return None if theta is None or positions is None else Angles(theta, positions)
 
 
@@ -85,7 +85,7 @@ def phases_at(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Phases:
 
 
 def turns_of(theta: Tensor) -> Tensor:
-    """theta in 2^-64 of a turn, int64 and contiguous: the overflow of the product with a position drops whole turns."""
+    """theta (H, K) in 2^-64 of a turn, int64, contiguous: the overflow of its product with a position drops turns."""
     turns = theta.detach().double() / (2 * math.pi)
     return ((turns - turns.round()) * 2.0**64).long().contiguous()
 
@@ -107,5 +107,5 @@ def features_bwd(x: Tensor, dfeatures: Tensor, angles: Angles, phases: Phases) -
 
 
 def feature_width(x: Tensor, angles: Angles | None) -> int:
-    """The width of the features of x."""
+    """The width of the features of x (…, K): K, or 2K with angles."""
     return x.shape[-1] * (1 if angles is None else 2)

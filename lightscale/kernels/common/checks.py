@@ -37,7 +37,7 @@ def check_state(initial_state: Tensor | None, q: Tensor, v: Tensor, key_width: i
 
 
 def check_one_state(name: str, state: Tensor, x: Tensor, form: str, shape: tuple[int, ...], *, like: str = "q") -> None:
-    """Refuse a state whose shape (``form`` in words), dtype or device does not fit the inputs ``x``, named ``like``."""
+    """Raise UserError unless ``state`` has ``shape`` (``form`` in words), and a dtype and device that fit ``x``."""
     if state.shape != shape:
         raise UserError(f"{name} must be {form} = {shape}, got shape {tuple(state.shape)}")
     if state.dtype != state_dtype(x.dtype):
@@ -58,7 +58,7 @@ def check_head_decay(log_decay: Tensor | None, q: Tensor) -> None:
 
 
 def check_decay(log_decay: Tensor, q: Tensor) -> None:
-    """Refuse log decays whose dtype, device or values do not fit; the caller checks their shape."""
+    """Refuse log decays, of any shape, whose dtype, device or values do not fit q; raises UserError."""
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
     check_device("log_decay", log_decay, q)
@@ -67,7 +67,7 @@ def check_decay(log_decay: Tensor, q: Tensor) -> None:
 
 
 def check_at_most_one(log_decay: Tensor) -> None:
-    """Refuse log decays above 0, on a CPU alone: on a GPU a read would stall the stream."""
+    """Raise UserError for log decays above 0, on a CPU alone: on a GPU a read would stall the stream."""
     if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
         raise UserError(
             f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"

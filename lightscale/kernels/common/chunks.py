@@ -22,7 +22,8 @@ class ChunkMasks(NamedTuple):
 def pass_on(running: Tensor, share: Tensor, decay: Tensor, through: Tensor | None) -> Tensor:
     """The state behind a chunk that ``running`` enters: decay ⊙ running + share, with the chunk's own ``share``.
 
-    The call overwrites ``share`` with ``running``. Where ``through`` is False, a document begins and no state passes.
+    running and share have the shape of a state (B, H, …); decay and through broadcast to it. The call overwrites
+    ``share`` with ``running``. Where ``through`` is False, a document begins and no state passes.
     """
     if through is None:
         passed_on = torch.addcmul(share, running, decay)

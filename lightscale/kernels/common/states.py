@@ -43,7 +43,7 @@ def in_state_dtype(
 
 
 def without_autocast(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Disable autocast in ``function``: it would round the fp32 states to bf16 before each product."""
+    """``function`` without autocast, which would round the fp32 states to bf16 before each product."""
 
     @wraps(function)
     def run(first: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:

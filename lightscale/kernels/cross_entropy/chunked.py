@@ -48,7 +48,7 @@ class Softmax(Protocol):
     """Operations of a backend on the logits (tokens, V / ranks) of one chunk."""
 
     def statistics(self, logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
-        """The statistics, by one pass over the logits, which the pass may overwrite."""
+        """The statistics for labels (tokens,), by one pass over the logits, which the pass may overwrite."""
 
     def statistics_and_gradient_(
         self, logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
@@ -58,7 +58,7 @@ class Softmax(Protocol):
     def gradient_(self, logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
         """Replace the logits by (softmax - one-hot of the label) dlosses, and padding by 0.
 
-        ``found`` holds the statistics of all ranks.
+        ``found`` holds the statistics of all ranks; dlosses is (tokens,).
         """
 
 
@@ -153,7 +153,7 @@ class LossGradients:
         self._weight = weight.new_zeros(weight.shape, dtype=state_dtype(weight.dtype)) if needs[1] else None
 
     def add(self, tokens: slice, dlogits: Tensor) -> None:
-        """Add the gradients of one chunk, whose logits have the gradient ``dlogits``."""
+        """Add the gradients of one chunk, whose logits have the gradient ``dlogits`` (its tokens, V / ranks)."""
         hidden, weight = self._inputs
         if self._hidden is not None:
             torch.mm(dlogits, weight, out=self._hidden[tokens])

@@ -166,7 +166,7 @@ def state_fwd(
         cu_seqlens: (M+1,) or None. A caller whose row begins with a new document takes M as 0.
 
     Returns:
-        S_loc (B, N, K, V), the row's outgoing state from a zero incoming state, and M (B, N, K, K), the product of the
+        S_loc (B, N, K, V), the row's outgoing state from a zero incoming state. M (B, N, K, K), the product of the
         tokens' transitions of a state, or 0 where a document begins inside the row.
     """
     width, key_width = v.shape[3], k.shape[3]

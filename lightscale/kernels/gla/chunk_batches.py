@@ -71,11 +71,11 @@ class GLAChunkBatch(Chunks):
         return scores if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
 
     def incoming_(self, x: Tensor) -> Tensor:
-        """Clear the rows of x that do not read the state that enters their chunk, in place."""
+        """Zero the rows of x (G, B, H, L, width) that do not read the state that enters their chunk, in place."""
         return x if self.masks is None else x.masked_fill_(~self.masks.incoming, 0.0)
 
     def outgoing_(self, x: Tensor) -> Tensor:
-        """Clear the rows of x that have no part in the state that leaves their chunk, in place."""
+        """Zero the rows of x (G, B, H, L, width) that have no part in the state that leaves their chunk, in place."""
         return x if self.masks is None else x.masked_fill_(~self.masks.outgoing, 0.0)
 
     def scan(self, k_out: Tensor, v: Tensor, through: Tensor, state: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class GLAChunkBatch(Chunks):
 
 
 def chunk_batches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> list[GLAChunkBatch]:
-    """Cut the rows into batches of whole chunks, and the rest of T / C into one shorter chunk."""
+    """Cut the rows of q (B, T, H, K) and v (B, T, H, V) into batches of whole chunks, and one shorter chunk."""
     num_rows, num_tokens, num_heads, key_width = q.shape
     chunk_elements = num_rows * num_heads * chunk_size * max(key_width, v.shape[3])
     batch_chunks = max(-(-_BATCH_TOKENS // chunk_size), _BATCH_ELEMENTS // max(1, chunk_elements))

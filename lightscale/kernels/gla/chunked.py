@@ -41,8 +41,8 @@ def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None
         cu_seqlens: (N+1,) or None. A caller whose row begins with a new document takes D as 0.
 
     Returns:
-        S_loc (B, H, K, V), the row's outgoing state from a zero incoming state, and D (B, H, K), the decay from
-        the row's start to its end, or 0 where a document begins inside the row.
+        S_loc (B, H, K, V), the row's outgoing state from a zero incoming state. D (B, H, K), the decay from the row's
+        start to its end, or 0 where a document begins inside the row.
     """
     state = state_or_zeros(None, k, v)
     for batch in chunk_batches(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):

@@ -67,7 +67,7 @@ class Steep:
         return (self._by_level(dscores) @ (self._of(k)[:, None] * self.decays)).mul_(self.decays).sum(1)
 
     def key_gradient(self, dscores: Tensor, q: Tensor) -> Tensor:
-        """dk, with the arguments of dq."""
+        """dk in the shape of dq, from the same dscores."""
         return (self._by_level(dscores).mT @ (self._of(q)[:, None] * self.decays)).mul_(self.decays).sum(1)
 
     def _by_level(self, dscores: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class GLADecays:
         return dq
 
     def key_gradient(self, dscores: Tensor, q: Tensor, q_in: Tensor) -> Tensor:
-        """dk, with the arguments of dq."""
+        """dk in the shape of dq, from the same dscores."""
         dk = (dscores.mT @ q_in).div_(self.upto)
         if self.steep is not None:
             dk.flatten(0, 2)[self.steep.chunks] = self.steep.key_gradient(dscores, q)

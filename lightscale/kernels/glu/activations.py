@@ -22,7 +22,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def activate_bwd(x: Tensor, dvalue: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activation of x, and the gradient of x from the cotangent ``dvalue`` of the activation, of x's dtype."""
+    """The activation of x (any shape), and dx from the activation's cotangent ``dvalue``, of x's dtype."""
     value = activate(x, activation)
     if activation == "none":
         return value, dvalue

@@ -242,7 +242,7 @@ def state_bwd(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> StateCotangent:
-    """The cotangent (U, R) of a row's incoming state that comes from the row's own outputs.
+    """The cotangent U (B, H, R, V) and R (B, H, K) of a row's incoming state, by the row's own outputs.
 
     The whole cotangent is the result plus the cotangent of the leaving state, scaled by ``passed_share``. A caller
     whose row begins with a new document takes 0. R needs the gradient of the queries, hence the keys, the values and

@@ -55,11 +55,11 @@ class LightNetChunkBatch:
         return x if self.masks is None else x.masked_fill(~self.masks.outgoing, 0.0)
 
     def add_incoming_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state at the tokens that read the state that enters their chunk."""
+        """out (B, G, H, L, V) += x (B, G, H, L, R) @ state at the tokens that read their chunk's entering state."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.incoming)
 
     def add_outgoing_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state at the tokens that are part of the state that leaves their chunk."""
+        """out (B, G, H, L, V) += x (B, G, H, L, R) @ state at the tokens in their chunk's leaving state."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.outgoing)
 
     def suffix_sums(self, x: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def passed_share(z_earlier: Tensor, z_later: Tensor, through: Tensor | None = No
 
 
 def exchanged_cotangent(state: LightNetState, dz: Tensor, dS: Tensor) -> StateCotangent:
-    """The exchanged form, from the plain cotangents of a state's z and S."""
+    """The exchanged form (U, R), from the plain cotangents dz (B, H, K) and dS (B, H, R, V) of a state."""
     return StateCotangent(U=dS, R=_overlap(state, dS) - dz)
 
 

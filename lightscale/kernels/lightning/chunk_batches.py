@@ -89,21 +89,21 @@ class LightningChunkBatch(Chunks):
         return scores if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
 
     def weigh_incoming_(self, x: Tensor) -> Tensor:
-        """Multiply rows of queries, or of their outputs' cotangents, by the decay of the incoming state."""
+        """Multiply rows of queries, or of their outputs' cotangents (B, G, H, L, width), by the state's decay."""
         x.mul_(self.decays.of_queries(self.chunk_tokens))
         return x if self.masks is None else x.masked_fill_(~self.masks.incoming, 0.0)
 
     def weigh_outgoing_(self, x: Tensor) -> Tensor:
-        """Multiply rows of keys or values by their decay in the outgoing state."""
+        """Multiply rows of keys or values (B, G, H, L, width) by their decay in the outgoing state."""
         x.mul_(self.decays.of_keys(self.chunk_tokens))
         return x if self.masks is None else x.masked_fill_(~self.masks.outgoing, 0.0)
 
     def add_incoming_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state, for rows weighted by ``weigh_incoming_``."""
+        """out += x (B, G, H, L, width) @ state, for rows weighted by ``weigh_incoming_``."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.incoming)
 
     def add_outgoing_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state, for rows weighted by ``weigh_outgoing_``."""
+        """out += x (B, G, H, L, width) @ state, for rows weighted by ``weigh_outgoing_``."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.outgoing)
 
     def scan_(self, shares: Tensor, running: Tensor, order: Iterable[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """LION: linear attention in both directions, with a decay per head and token (arXiv 2502.16249).
 
-Y = scale(Q Kᵀ ⊙ M) V, M_ij the product of the decays between the tokens i and j, 1 on the diagonal, and scale the
-division of each row by its sum, after the mask (equations 20 to 25). LION-LIT has no decay, LION-RetNet one per head,
-LION-S one per head and token. ``lion`` is the operator; sequence parallelism uses the passes in this package.
+Y = scale(Q Kᵀ ⊙ M) V (equations 20 to 25). M_ij is the product of the decays between the tokens i and j, 1 on the
+diagonal. scale divides each row by its sum, after the mask. LION-LIT has no decay, LION-RetNet one per head, LION-S one
+per head and token. ``lion`` is the operator; sequence parallelism uses the passes in this package.
 docs/reference/operators/lion.md has the mathematics.
 """
 

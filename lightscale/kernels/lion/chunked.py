@@ -36,7 +36,7 @@ _SUM_TOKENS = 1024
 
 
 def decays_or_none(log_decay: Tensor | None, q: Tensor) -> Tensor:
-    """``log_decay``, or a zero per head."""
+    """``log_decay`` (H,) or (B, T, H), or zeros (H,)."""
     return torch.zeros(q.shape[2], device=q.device) if log_decay is None else log_decay
 
 

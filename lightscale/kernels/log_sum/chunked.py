@@ -22,7 +22,7 @@ DEFAULT_CHUNK_SIZE = 64
 
 
 def weight(x: Tensor, z: Tensor) -> Tensor:
-    """e^{x - z}, and 0 where z is log 0."""
+    """e^{x - z} for x and z of one shape, and 0 where z is log 0."""
     return torch.exp(x - z.masked_fill(z == -torch.inf, 0.0))
 
 

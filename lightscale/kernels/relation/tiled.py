@@ -105,7 +105,7 @@ class _Sides(NamedTuple):
 
 @without_autocast
 def relation_fwd(a: Tensor, b: Tensor, first: Tensor, end: Tensor, form: Form) -> Tensor:
-    """The sums (B, T, D), fp32 (fp64 for fp64 inputs)."""
+    """The sums (B, T, D), fp32 (fp64 for fp64 inputs), of a (B, T, D) and b (B, S, D); see ``relation``."""
     activation, sides = activation_of(form.activation), _Sides.of(a, b, form)
     o = torch.zeros_like(sides.a)
     for tile in _tiles(first, end, sides.a, b.shape[1]):
@@ -120,7 +120,7 @@ def relation_fwd(a: Tensor, b: Tensor, first: Tensor, end: Tensor, form: Form) -
 
 @without_autocast
 def relation_bwd(a: Tensor, b: Tensor, do: Tensor, first: Tensor, end: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """The gradients of a and b."""
+    """The gradients of a (B, T, D) and b (B, S, D) from the cotangent do (B, T, D)."""
     activation, sides = activation_of(form.activation), _Sides.of(a, b, form)
     da, db = torch.zeros_like(sides.a), torch.zeros_like(sides.b)
     do = do.to(da.dtype)

@@ -20,9 +20,10 @@ from lightscale.kernels.gla.triton.decays import decay_columns, decay_rows, in_s
 def _inverse(lower, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
     """(1 + lower)⁻¹ (C, C) of a strictly lower triangular matrix, by blocks of 1, 2, 4, … tokens.
 
-    Two neighbouring blocks whose inverses are X and Y, with L below the first and left of the second, have the inverse
-    X, Y and - Y L X. Four levels give blocks of 16 × 16; higher levels join them. No power of ``lower`` is computed,
-    because its entries grow with β near 2 and repeated keys. Products are fp32's: TF32 has too few digits.
+    Let X and Y be the inverses of two neighbouring blocks, with L below the first and left of the second. The inverse
+    of both consists of X, Y and - Y L X. Four levels give blocks of 16 × 16; higher levels join them. No power of
+    ``lower`` is computed, because its entries grow with β near 2 and repeated keys. Products are fp32's: TF32 has too
+    few digits.
     """
     i = tl.arange(0, CHUNK)
     line, column = i[:, None], i[None, :]

@@ -119,7 +119,7 @@ class PreparedChunks(NamedTuple):
 
 
 def prepared(rows: DeltaRows, q: Tensor | None, k: Tensor) -> PreparedChunks:
-    """The operands of scans; without queries, none of the outputs' operands."""
+    """The operands of scans, from q and k (B, T, H, K); without queries, none of the outputs' operands."""
     q, k = None if q is None else dense_last(q), dense_last(k)
     scores, corrections = None if q is None else rows.pairs(), rows.pairs()
     grid = (rows.num_rows * rows.num_chunks * rows.num_heads,)
@@ -182,7 +182,10 @@ def scan(
     outputs: bool = False,
     chunks: bool = False,
 ) -> Scanned:
-    """The states from the state that enters the rows; ``outputs``: also o; ``chunks``: also the gradients' operands."""
+    """The states for v (B, T, N, V), from ``entering`` (B, N, K, V) or zero, which enters the rows.
+
+    ``outputs``: also o (B, T, N, V); ``chunks``: also the operands of the gradients.
+    """
     v = dense_last(v)
     width = v.size(3)
     splits = rows.splits(width)

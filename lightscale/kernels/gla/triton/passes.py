@@ -104,7 +104,7 @@ class Prepared(NamedTuple):
 
 
 def decayed(rows: GLARows, q: Tensor | None, k: Tensor | None) -> Prepared:
-    """Apply the decays to the queries or the keys, or, if both are given, to both and to each pair of them."""
+    """Apply the decays to q or k (B, T, H, K), or, if both are given, to both and to each pair of tokens."""
     q, k = (None if x is None else dense_last(x) for x in (q, k))
     width, chunk = rows.key_width, rows.tiling.chunk
     q_in, k_out = (None if x is None else rows.tokens(width) for x in (q, k))
@@ -158,7 +158,7 @@ def scan(
     reverse: bool,
     with_chunks: bool = True,
 ) -> GLAScanned:
-    """The states of k_out and v, from the state that enters the rows; in reverse the cotangents, from q_in and do."""
+    """The states of k_out and v (B, T, H, width), from the entering state; in reverse cotangents, from q_in and do."""
     assert x is not None
     y = dense_last(y)
     widths = x.size(3), y.size(3)

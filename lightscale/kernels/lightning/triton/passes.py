@@ -135,7 +135,7 @@ def scan(
     with_chunks: bool = True,
     other: Tensor | None = None,
 ) -> LightningScanned:
-    """The states of k and v, from the state that enters the rows; in reverse the cotangents, from q and do.
+    """The states of k (B, T, H, K) and v (B, T, H, V), from the entering state; in reverse the cotangents, from q, do.
 
     ``other`` holds the chunk states of the forward scan, if a reverse scan computes dlog_decay.
     """
@@ -248,7 +248,7 @@ def products(
     with_decay: bool = False,
     with_theta: bool = False,
 ) -> Products:
-    """(x yᵀ ⊙ M) z + weight x S; as the gradient of ``own`` also its parts of dlog_decay and dtheta."""
+    """(x yᵀ ⊙ M) z + weight x S, (B, T, H, Z); as the gradient of ``own`` also its parts of dlog_decay and dtheta."""
     assert states is not None
     x, y, z = dense_last(x), dense_last(y), dense_last(z)
     own = dense_last(own) if own is not None and (with_decay or with_theta) else None

@@ -139,7 +139,7 @@ def triton_lion(
     normalize: bool,
     eps: float,
 ) -> tuple[Tensor, LionState]:
-    """The operator: (o, final state), differentiable; inputs, outputs and normalisers are saved."""
+    """The operator (o, final state) of ``lion``, differentiable; saves inputs, outputs and normalisers."""
     sides = (None, None) if state is None else state
     o, _, prefix, suffix = _out_fwd(q, k, v, log_decay, *sides, cu_seqlens, gate, normalize, eps)
     return o, LionState(prefix, suffix)

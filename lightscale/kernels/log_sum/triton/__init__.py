@@ -174,7 +174,7 @@ _out_fwd.register_autograd(_backward, setup_context=_save)
 
 
 def triton_log_sum(b: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The operator, differentiable in b and the state."""
+    """The operator z (B, T, D), differentiable in b and the state; see ``log_sum``."""
     z: Tensor = _out_fwd(b, state, cu_seqlens)
     return z
 

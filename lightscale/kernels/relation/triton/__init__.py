@@ -164,6 +164,6 @@ _fwd.register_autograd(_backward, setup_context=_save)
 
 
 def triton_relation(a: Tensor, b: Tensor, first: Tensor, end: Tensor, form: Form) -> Tensor:
-    """The operator, differentiable in both sides."""
+    """The operator o (B, T, D) of ``relation``, differentiable in a and b."""
     o: Tensor = _fwd(a, b, first, end, *form)
     return o
