@@ -27,8 +27,8 @@ from torch import Tensor
 from lightscale.kernels.attention.tiled import KeyRanges, tiled_attention
 
 _SHORT = 32
-"""Documents of at most as many tokens are computed together where they round up to one multiple of ``_LENGTH_STEP``:
-a call for each costs more than moving and padding them. Longer ones are where they have one length."""
+"""Most tokens of documents that are computed together if their lengths round up to one multiple of ``_LENGTH_STEP``.
+A call per document would cost more than the copies and the padding. Longer documents need equal lengths."""
 _LENGTH_STEP = 16
 _MASK_ELEMENTS = 2**25
 """Most pairs of tokens that one mask is made for."""

@@ -26,7 +26,7 @@ from lightscale.kernels.common.states import (
 )
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
-# Tokens of a chunk. A chunk takes the slower form by halves if a channel decays below e^-60 in it: with 32 tokens an
+# Tokens of a chunk. A chunk takes the slower form by halves if a channel decays below e^-60 in it. With 32 tokens an
 # average decay of 0.15 in one channel is enough. Hence chunks are short (docs/reference/operators/gla.md, "What was
 # tried").
 DEFAULT_CHUNK_SIZE = 16
@@ -168,8 +168,8 @@ def _batch_gradients(
     dq.addcmul_(batch.incoming_(do @ states[:-1].mT), decays.upto)
     dk_leaving = batch.outgoing_(v @ dstates[1:].mT).mul_(decays.after)
     dv.add_(batch.outgoing_(k_out @ dstates[1:]))
-    # Before dk gets its part through the leaving state. In that part a decay acts on earlier writes, in all other parts
-    # on later reads (docs/reference/operators/gla.md, "dlog_decay").
+    # Before dk gets its part through the leaving state. In that part a decay acts on the writes before it, in all other
+    # parts on the tokens behind it (docs/reference/operators/gla.md, "dlog_decay").
     inside = (q * dq).addcmul_(k, dk, value=-1)
     dk.add_(dk_leaving)
     dlog_decay = batch.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])

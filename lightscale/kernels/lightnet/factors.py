@@ -35,7 +35,7 @@ class LightNetChunkBatch:
 
     cut: Chunks
     masks: ChunkMasks | None
-    """Masks of the pairs of one document; only pairs whose second token is not the later one are read."""
+    """Masks of documents; ``pairs`` holds only pairs whose second token is not the later one."""
     writes: Tensor  # (B, G, H, L, K): e^{k_s - r}, at most 1
     reads: Tensor  # (B, G, H, L, K): e^{r - z_t}, at most e^MAX_RISE; 0 before the first write
     enter: Tensor  # (B, G, H, K): e^{z - r} of the state that enters the chunk, at most 1

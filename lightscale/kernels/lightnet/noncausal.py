@@ -7,7 +7,7 @@ Two products forward, and backward four, with one sum over tokens:
     dS = Σ_t φ(q_t) do_tᵀ     dq_t = φᵀ(S do_t)     dv_i = dSᵀ φ(p_i)     dk_i = p_i ⊙ (φᵀ(dS v_i) - Σ_V S ⊙ dS)
 
 A row may be one rank's part of a sequence. Then the state of its first document includes tokens before the row, the
-state of its last document tokens behind it; the same holds for dS. ``bounds`` are document boundaries on the host,
+state of its last document tokens behind it. The same holds for dS. ``bounds`` are document boundaries on the host,
 every row start included: no wait for a GPU. None: every row is one document, or a part of one.
 """
 

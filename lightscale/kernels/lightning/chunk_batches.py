@@ -109,8 +109,8 @@ class LightningChunkBatch(Chunks):
     def scan_(self, shares: Tensor, running: Tensor, order: Iterable[int]) -> Tensor:
         """Pass a state through the chunks in ``order``.
 
-        The call overwrites each chunk's share in ``shares`` (B, G, H, F, V): forward with the state that enters the
-        chunk, in reverse with the cotangent of the state that leaves it. Returns the state behind the last chunk in
+        The call overwrites each chunk's share in ``shares`` (B, G, H, F, V). Forward it writes the state that enters
+        the chunk, in reverse the cotangent of the state that leaves it. Returns the state behind the last chunk in
         ``order``.
         """
         decay = self.decays.through(self.chunk_tokens)

@@ -65,8 +65,8 @@ def state_fwd(
         cu_seqlens: (N+1,) or None. A caller whose row begins with a new document takes D as 0.
 
     Returns:
-        S_loc (B, H, F, V), the row's outgoing state from a zero incoming state, and D (B, H), the decay from
-        the row's start to its end: λ^T, or 0 where a document begins inside the row.
+        S_loc (B, H, F, V), the row's outgoing state from a zero incoming state. D (B, H), the decay from the row's
+        start to its end: λ^T, or 0 where a document begins inside the row.
     """
     num_rows, num_tokens, num_heads = k.shape[:3]
     decays = LightningDecays(log_decay, num_heads=num_heads, chunk_size=0, like=k)

@@ -24,8 +24,8 @@ def lion_reference(
     Arguments and results are those of ``lion``; the states are the two that leave the row. All arithmetic has the dtype
     of the inputs: fp64 inputs give an fp64 oracle. Autograd differentiates it. The chunked form shares no code with it.
 
-    With log decays per value channel (B, T, H, V), C.7's vector gate, each channel has a divisor of its own, and the
-    states have V columns for the divisors.
+    With log decays per value channel (B, T, H, V), C.7's vector gate, each channel has a divisor of its own. The states
+    then have V columns for the divisors.
     """
     num_rows, _, num_heads = q.shape[:3]
     log_decay = k.new_zeros(()) if log_decay is None else log_decay

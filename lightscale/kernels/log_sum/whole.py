@@ -3,7 +3,7 @@
     z = log Σ_i e^{b_i}        db_i = e^{b_i - z} Σ_t dz_t
 
 A row may be one rank's part of a sequence. Then the sum of its first document includes tokens before the row, the sum
-of its last document tokens behind it; the same holds for Σ dz_t. ``bounds`` are document boundaries on the host, every
+of its last document tokens behind it. The same holds for Σ dz_t. ``bounds`` are document boundaries on the host, every
 row start included. None: every row is one document, or a part of one.
 """
 

@@ -219,8 +219,8 @@ def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) ->
         cu_seqlens: (N+1,) or None. A caller whose row begins with a new document takes D as 0.
 
     Returns:
-        u_loc (B, D, E), the row's outgoing state from a zero incoming state, and D (B, E), the decay from the
-        row's start to its end: λ^T, or 0 where a document begins inside the row.
+        u_loc (B, D, E), the row's outgoing state from a zero incoming state. D (B, E), the decay from the row's start
+        to its end: λ^T, or 0 where a document begins inside the row.
     """
     with torch.autocast(x.device.type, enabled=False):
         num_rows, num_tokens, _ = x.shape

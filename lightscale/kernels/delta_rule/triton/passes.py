@@ -240,8 +240,8 @@ def scan_reverse(
         transitions: transitions of ``scan``, if computed.
 
     Returns:
-        The cotangent (B, N, X, K, V) of the state that leaves each chunk, dv (B, T, N, V) and dbeta (B, T, N), or None
-        without ``z``; and the cotangent (B, N, K, V) of the state that enters the rows.
+        The cotangent (B, N, X, K, V) of the state that leaves each chunk; dv (B, T, N, V) and dbeta (B, T, N), or None
+        without ``z``. And the cotangent (B, N, K, V) of the state that enters the rows.
     """
     do = dense_last(do)
     width = do.size(3)

@@ -2,7 +2,7 @@
 
 ``states.py`` and ``cotangents.py`` scan a row, ``queries.py`` and ``keys.py`` compute the tokens of a chunk.
 
-A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens; a split is some whole chunks that one
+A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens. A split is some whole chunks that one
 program scans in order. Names of shapes: B rows, T tokens, H heads, N chunks, S splits, K key width, V value width, R
 rows of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z inside a chunk,
 in fp32. docs/reference/operators/lightnet.md has the mathematics, the tiling and the counts.

@@ -1,6 +1,6 @@
 """The Triton kernel of lightning attention's outputs and gradients, with independent programs for the tiles of tokens.
 
-A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens; a split is some whole chunks that one
+A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens. A split is some whole chunks that one
 program of ``states.py`` scans in order. Names of shapes: B rows, T tokens, H heads, N chunks, S splits. x and y are the
 factors of a pair's score, y and z the factors of a state. All arithmetic is fp32; tensor cores take half-precision
 operands unconverted. docs/reference/operators/lightning.md has the mathematics, the tiling and the counts.

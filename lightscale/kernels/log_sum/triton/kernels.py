@@ -1,6 +1,6 @@
 """The kernels: running sums of a split forward, and of their cotangents backward, some channels per program.
 
-A program sums the tokens of a chunk, then adds the sum that entered the chunk: one sum over all tokens would lose
+A program sums the tokens of a chunk, then adds the sum that entered the chunk. One sum over all tokens would lose
 single terms in fp32. Inside kernels log 0 is -1e38, so that no difference is NaN.
 """
 

@@ -1,8 +1,8 @@
 """Relations of all pairs in Triton: the operator of ``tiled.py``, forward and backward.
 
-Bands of pairs follow one another. The statistics of a band's pairs, their deviation and in the backward pass their
-share of the norm's gradient, are kept until the next band: memory is linear in the tokens. One program adds all of a
-band's terms of one number: results do not depend on the order of programs.
+Bands of pairs follow one another. The statistics of a band's pairs are their deviation and, in the backward pass, their
+share of the norm's gradient. They are kept until the next band: memory is linear in the tokens. One program adds all of
+a band's terms of one number: results do not depend on the order of programs.
 """
 
 from typing import Any, NamedTuple
