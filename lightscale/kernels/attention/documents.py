@@ -7,10 +7,11 @@ linear in the tokens. There are three forms:
 
 ``flash``    on GPUs in half precision: PyTorch's variable-length flash attention, one launch for all documents.
 ``grouped``  everywhere else, in any dtype: documents of similar lengths are padded to one length and computed as the
-rows of one call. Padding comes last, where causal attention does not read it; otherwise a mask hides it. A document
-that other sequence ranks share has more keys than queries. It is computed alone, under a small mask, and block by block
-if attention is causal. ``tiled``    for windows that hide keys, in other dtypes or on CPUs, for capped scores and for
-sinks: see ``tiled.py``. Flash attention supports windows, but neither capped scores nor sinks.
+             rows of one call. Padding comes last, where causal attention does not read it; otherwise a mask hides it. A
+             document that other sequence ranks share has more keys than queries. It is computed alone, under a small
+             mask, and block by block if attention is causal.
+``tiled``    for windows that hide keys, in other dtypes or on CPUs, for capped scores and for sinks: see ``tiled.py``.
+             Flash attention supports windows, but neither capped scores nor sinks.
 """
 
 from dataclasses import dataclass

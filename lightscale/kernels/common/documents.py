@@ -13,7 +13,7 @@ from lightscale.errors import UserError
 def check_cu_seqlens(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> None:
     """Refuse boundaries that do not describe ``num_rows`` rows of ``num_tokens`` tokens.
 
-    Only on a CPU the values are read: on a GPU a read would stall the stream at every call.
+    The values are read on a CPU only: on a GPU a read would stall the stream at every call.
 
     Raises:
         UserError: the shape, dtype, ends or order are wrong, or a row start is missing.

@@ -47,7 +47,7 @@ class _Row:
     def of(
         cls, k: Tensor, log_decay: Tensor | None, beta: Tensor, width: int, cu_seqlens: Tensor | None, chunk_size: int
     ) -> "_Row":
-        """The batches of the row; ``width``: width of the values."""
+        """The row, with batches for values of ``width`` columns."""
         k = of_value_heads(k, beta.shape[2])
         # Only its shape is read, for the sizes of batches.
         sizes = k[..., :1].expand(*k.shape[:3], width)
