@@ -92,8 +92,8 @@ def lightnet_attention(
 
     Args:
         q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
-        k: log-keys (B, T, H, K), of q's dtype, of any size: all their exponentials are at most 1. A key of -inf writes
-            0, as padding needs.
+        k: log-keys (B, T, H, K), of q's dtype, of any size: the operator computes no exponential above 1. A key of
+            -inf writes 0, as padding needs.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
         angles: theta (H, K) and positions (B, T) of LRPE. Queries and normalised keys become [x cos, x sin] as they are
             read, never in memory. The state then has 2K rows; theta may require a gradient. None: no angles.

@@ -349,8 +349,8 @@ def _parameter_gradients_(
     The inputs are the cotangents dy (W, B, N+1, C), their sums ``reads`` (W, B, N+1, E) by the entering states, and the
     cotangents of the states.
     """
-    # Σ x_s dy_t over pairs of one chunk at distance τ: the gradient of the kernel. One product of tokens with tokens
-    # per channel gives the pairs of every distance.
+    # Σ x_s dy_t over pairs of one chunk at distance τ: the gradient of the kernel.
+    # One product of tokens with tokens per channel gives the pairs of every distance.
     dkernel = _diagonal_sums(_by_channel(part.x)[:, 1:].mT @ _by_channel(dy)[:, :-1])
     dgamma = dkernel @ tables.kernel.value + (part.states * reads).sum((1, 2))
 

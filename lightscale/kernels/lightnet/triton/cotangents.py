@@ -25,9 +25,9 @@ def scan_cotangents(
     depths,
     enter_U,  # (B, H, S, R, V) fp32: the cotangent of the state that leaves each split, or None for zero
     enter_R,  # (B, H, S, K) fp32, or None
-    leave_U,  # (B, H, S, R, V) fp32: cotangent of the state that enters each split, or None
+    leave_U,  # (B, H, S, R, V) fp32: the cotangent of the state that enters each split, or None
     leave_R,  # (B, H, S, K) fp32, or None
-    chunk_U,  # (B, H, N, R, V): cotangent of the state that leaves each chunk, or None
+    chunk_U,  # (B, H, N, R, V): the cotangent of the state that leaves each chunk, or None
     chunk_R,  # (B, H, N, K) fp32, or None
     T,
     H,

@@ -259,8 +259,8 @@ def attend(
         chunk_sums = sums + (row * H + head) * 2 * T + begin
         own_high, own_low = load_sums(chunk_sums, T, i, i < length)
 
-    # The state's part comes first: its rows are weighted, and the pairs, added afterwards, are not. The state that
-    # enters the chunk; in reverse, the cotangent of the one that leaves it.
+    # The state's part comes first: its rows are weighted, and the pairs, added afterwards, are not.
+    # In reverse the state is the cotangent of the state that leaves the chunk.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X_TILED, BLOCK_X)[None, :], other=0.0)
     state = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z_HALVES * Z
     state_columns = state + (half_z * Z + cols_z)[None, :] * (X if TRANSPOSED else 1)
@@ -317,8 +317,8 @@ def attend(
         if sums is None:
             decay_part *= steps.to(tl.float32)
 
-    # The tokens of the chunk. Tiles whose partners are all later (in reverse: earlier) are skipped; the tile on the
-    # diagonal is masked.
+    # The tokens of the chunk.
+    # Tiles whose partners are all later (in reverse: earlier) are skipped; the tile on the diagonal is masked.
     lowest, highest = 0, first + 1
     if REVERSE:
         lowest, highest = first, length
