@@ -1,9 +1,9 @@
-"""Every operator that a model is made of, described: what computes it, its chunks, its cost, its state.
+"""Descriptions of all operators of models: their back-ends, chunks, costs and states.
 
-An operator is named after its folder beside this file; the run's log, the planner, FLOP counts and the tests on GPUs
-read its description here. A new operator is its folder and one entry of the table at the end, or, from another package,
-a call of ``register``. Nothing here imports torch, so that planning works without it: the modules that compute are
-named, and ``common/backends.py`` imports them when they are first used.
+An operator has the name of its folder beside this file. The run's log, the planner, FLOP counts and the tests on GPUs
+read its description here. A new operator needs its folder and one entry of the table at the end, or, from another
+package, a call of ``register``. This module does not import torch, so that planning works without it. It names the
+modules that compute; ``common/backends.py`` imports them at their first use.
 """
 
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from lightscale.errors import UserError
 BackendName = Literal["triton", "chunked", "reference"]
 
 PYTORCH = "PyTorch"
-"""What computes an operator without back-ends."""
+"""Name of the back-end of an operator without back-ends."""
 
 LOGITS_WORKSPACE_BYTES = 512 * 2**20
-"""Room for the logits that cross_entropy holds at a time."""
+"""Memory for the logits that cross_entropy holds at a time."""
 
 
 def loss_chunk_tokens(tokens: int, logits_bytes: int, room: int = LOGITS_WORKSPACE_BYTES) -> int:
-    """How many of ``tokens`` cross_entropy computes at a time; a token has ``logits_bytes`` of logits."""
-    # At least 128 tokens, or the products of the two sides would be too small for a GPU.
+    """Number of ``tokens`` that cross_entropy computes at a time; a token has ``logits_bytes`` bytes of logits."""
+    # At least 128 tokens: smaller products would not fill a GPU.
     chunks = -(-tokens // max(128, room // logits_bytes))
     # Equal chunks: a short last one would cost nearly as much as a full one.
     return max(1, -(-tokens // max(1, chunks)))
@@ -35,11 +35,11 @@ class CostClass(Enum):
     SCAN = "scan"
     """Matrix products in chunks around a state whose decay is per head, per mode, or none."""
     GATED_SCAN = "gated_scan"
-    """The same with a decay per key channel and token, whose products are made in smaller tiles."""
+    """The same with a decay per key channel and token, whose products use smaller tiles."""
     SOFTMAX = "softmax"
     """Each token with all tokens before it: grows with the square of the sequence."""
     MEMORY = "memory"
-    """Element by element: what is read and written counts, not what is computed."""
+    """Element by element: the bytes read and written count, not the operations."""
     LOSS = "loss"
     """Matrix products with the output layer's weight, whose results are not kept."""
 
@@ -56,18 +56,18 @@ class StateAlgebra(Enum):
     LOG_SUM = "log_sum"
     """z_out = logaddexp(z_in, z_loc) alone."""
     CONCATENATION = "concatenation"
-    """The tokens themselves, after those before."""
+    """The tokens themselves, behind the earlier tokens."""
 
 
 class StateScope(Enum):
-    """Which other tokens a token's states are made of."""
+    """The other tokens that a token's states depend on."""
 
     PREFIX = "prefix"
-    """Those before: one state."""
+    """Earlier tokens: one state."""
     BOTH = "both"
-    """Those before and those behind: two states, with the same decays."""
+    """Earlier and later tokens: two states, with the same decays."""
     ALL = "all"
-    """All of their document: one state, whose parts from both sides of a segment are added to its own."""
+    """All tokens of the document: one state, the sum of the segment's own state and the states from both sides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,8 @@ class StateTensor:
 
     name: str
     shape: tuple[str, ...]
-    """Symbols: B rows, T tokens, H heads, K width of keys (of what LRPE makes of them: R), V width of values (with the
-    normaliser's column: W; with one for each of them: U), D channels, E modes."""
+    """Symbols: B rows, T tokens, H heads, K width of keys (R with LRPE), V width of values (W with the normaliser's
+    column, U with one such column per value), D channels, E modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class StateDescription:
 
     @property
     def grows(self) -> bool:
-        """Whether its size depends on the number of tokens."""
+        """Whether the state's size depends on the number of tokens."""
         return any("T" in tensor.shape for tensor in self.tensors)
 
 
@@ -101,14 +101,14 @@ class Backend:
     """One implementation of an operator."""
 
     name: BackendName
-    """As ``train.kernels`` and the argument ``backend`` name it."""
+    """Name in ``train.kernels`` and in the argument ``backend``."""
     module: str
-    """Its module by its full name, imported when it is first used. Where the operator has passes (``state_fwd``,
-    ``out_fwd``, ``state_bwd``, ``grad_bwd``, ``recurrent_step``), those of the back-ends have one signature."""
+    """Full name of its module, imported at the first use. Passes (``state_fwd``, ``out_fwd``, ``state_bwd``,
+    ``grad_bwd``, ``recurrent_step``) have the same signature in all back-ends of an operator."""
     chunk_size: int | None = None
     """Tokens of a chunk for half-precision inputs; None where there are no chunks."""
     fp32_chunk_size: int | None = None
-    """Tokens of a chunk for fp32 inputs, where these are others."""
+    """Tokens of a chunk for fp32 inputs; None: ``chunk_size``."""
     max_width: int | None = None
     """Most elements of the inputs' last dimension; None for any."""
 
@@ -117,18 +117,18 @@ class Backend:
 class Operator:
     """One operator.
 
-    Its back-end is what the call, or else ``train.kernels``, asks for. For "auto" it is the first of ``backends`` that
-    can compute the inputs: Triton on a GPU for fp16, bf16 and fp32 up to its width, else the next.
+    The call sets the back-end, or else ``train.kernels``. "auto" is the first of ``backends`` that supports the inputs:
+    Triton on a GPU for fp16, bf16 and fp32 up to its width, else the next.
 
     Raises:
         UserError: two back-ends of one name, or one that ``train.kernels`` cannot name.
     """
 
     name: str
-    """As ``MixerSpec.operator`` names it; that of the folder where it has one."""
+    """Name in ``MixerSpec.operator``; the name of the operator's folder, if it has one."""
     cost: CostClass
     backends: tuple[Backend, ...] = ()
-    """In the order of preference; none for what PyTorch computes, whatever is asked for."""
+    """In the order of preference; empty for an operator that PyTorch always computes."""
     state: StateDescription | None = None
     """None for an operator whose tokens are independent of each other."""
 
@@ -143,7 +143,7 @@ class Operator:
 
     @property
     def backend_names(self) -> tuple[str, ...]:
-        """Of ``backends``, in their order."""
+        """Names of ``backends``, in their order."""
         return tuple(backend.name for backend in self.backends)
 
     def backend(self, name: str) -> Backend:
@@ -155,7 +155,7 @@ class Operator:
 
     @property
     def chunk_size(self) -> int:
-        """The chunk by which FLOPs are counted: of the first back-end that has one, in half precision.
+        """The chunk for FLOP counts: the chunk of the first back-end that has one, in half precision.
 
         Raises:
             UserError: no back-end has chunks.
@@ -211,7 +211,7 @@ def _backends(
     chunked: str = "chunked",
     max_width: int | None = None,
 ) -> tuple[Backend, ...]:
-    """Triton, PyTorch in chunks, and the reference, as all folders have them."""
+    """Triton, PyTorch in chunks, and the reference, the three back-ends of a folder."""
     module = f"{__name__.rpartition('.')[0]}.{folder}"
     return (
         Backend(
@@ -264,7 +264,7 @@ register(
         state=_state(StateAlgebra.LOG_SUM_EXP, z="BHK", S="BHRV"),
     )
 )
-# A form of its own in the folder of lightnet; whole documents are its chunks.
+# A separate form in the folder of lightnet; its chunks are whole documents.
 _LIGHTNET = f"{__name__.rpartition('.')[0]}.lightnet"
 register(
     Operator(
@@ -314,7 +314,7 @@ register(
         state=_state(StateAlgebra.LOG_SUM, z="BD"),
     )
 )
-# Sums that PyTorch computes everywhere, in the folder of log_sum.
+# Sums in the folder of log_sum, which PyTorch computes on all devices.
 register(
     Operator(
         name="log_sum_whole",

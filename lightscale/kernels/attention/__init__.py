@@ -1,6 +1,4 @@
-"""Softmax attention within the documents of packed rows; docs/reference/operators/attention.md has the ways it is
-computed.
-"""
+"""Softmax attention within the documents of packed rows; docs/reference/operators/attention.md lists its forms."""
 
 from lightscale.kernels.attention.documents import (
     DocumentAttention,

@@ -2,16 +2,16 @@
 
     o_t = Σ_s softmax_s(q_t·k_s / sqrt(k)) v_s,   s from the start of t's document up to t, or to the document's end
 
-Where documents start is known on the host, so that no device is waited for and no mask over all pairs of tokens is
-made: memory is linear in the tokens. Two ways:
+The host holds the starts of documents, so it waits for no device. No mask over all pairs of tokens is made: memory is
+linear in the tokens. There are three forms:
 
 ``flash``    on GPUs in half precision: PyTorch's variable-length flash attention, one launch for all documents.
-``grouped``  everywhere else, in any dtype: documents of about one length are padded to it and computed as the rows of
-             one call. Padding comes last, where causal attention does not see it; otherwise a mask hides it. A document
-             that other sequence ranks share has more keys than queries: it is computed alone, if attention is causal
-             block by block, under a small mask.
-``tiled``    for a window that hides something from flash attention in other dtypes or on CPUs, for capped scores and
-             for sinks: see ``tiled.py``. Flash attention has windows, and neither of the others.
+``grouped``  everywhere else, in any dtype: documents of similar lengths are padded to one length and computed as the
+             rows of one call. Padding comes last, where causal attention does not read it; otherwise a mask hides it. A
+             document that other sequence ranks share has more keys than queries. It is computed alone, under a small
+             mask, and block by block if attention is causal.
+``tiled``    for windows that hide keys, in other dtypes or on CPUs, for capped scores and for sinks: see ``tiled.py``.
+             Flash attention supports windows, but neither capped scores nor sinks.
 """
 
 from dataclasses import dataclass
@@ -28,17 +28,17 @@ from torch import Tensor
 from lightscale.kernels.attention.tiled import KeyRanges, tiled_attention
 
 _SHORT = 32
-"""Documents of at most as many tokens are computed together where they round up to one multiple of ``_LENGTH_STEP``:
-a call for each costs more than moving and padding them. Longer ones are where they have one length."""
+"""Most tokens of documents that are computed together if their lengths round up to one multiple of ``_LENGTH_STEP``.
+A call per document would cost more than the copies and the padding. Longer documents need equal lengths."""
 _LENGTH_STEP = 16
 _MASK_ELEMENTS = 2**25
 """Most pairs of tokens that one mask is made for."""
 _MOST_QUERIES = 1024
-"""Of a block: more only adds pairs that the mask hides."""
+"""Most queries of a block: longer blocks only add hidden pairs."""
 
 
 class DocumentStarts(NamedTuple):
-    """Where document ranges start in the rows that a rank holds; on the host."""
+    """Starts of document ranges in the rows that a rank holds; on the host."""
 
     slots: Tensor
     """(m,) int64 ascending, over the rows laid one after another; every row starts a range."""
@@ -49,9 +49,9 @@ class DocumentStarts(NamedTuple):
 
 
 def read_starts(positions: Tensor) -> DocumentStarts:
-    """The starts of rows with ``positions`` (b, n), n ≥ 1. On a GPU the host waits for them."""
+    """The document starts of rows with ``positions`` (b, n), n ≥ 1. On a GPU the host waits for the positions."""
     starts = positions == 0
-    # Operators see the rows as one sequence: a row that continues a document must not continue the row above.
+    # Operators read the rows as one sequence: a row that continues a document must not continue the row above.
     starts[:, 0] = True
     slots = starts.flatten().nonzero().squeeze(-1)
     found = torch.stack([slots, positions.flatten()[slots]]).cpu()
@@ -74,14 +74,14 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Documents that are computed as ``rows`` rows of ``length`` tokens."""
+    """A set of documents, computed as ``rows`` rows of ``length`` tokens."""
 
     rows: int
     length: int
 
 
 class _Continued(NamedTuple):
-    """A document of which row ``row`` holds ``length`` tokens, and other ranks ``before`` and ``after`` of them."""
+    """A document with ``length`` tokens in row ``row``, and ``before`` and ``after`` tokens on other ranks."""
 
     row: int
     length: int
@@ -90,26 +90,26 @@ class _Continued(NamedTuple):
 
 
 class _Moves(NamedTuple):
-    """Tokens between their order in the rows and that of ``grouped``, padded; on the device."""
+    """Map of tokens between the order of the rows and the padded order of ``grouped``; on the device."""
 
     slots: Tensor
     """(b·n,) int64: the padded token of each token."""
     sources: Tensor
-    """(padded tokens,) int64: the token of each, or in the padding the last one of its document."""
+    """(padded tokens,) int64: the token of each padded token; for padding the last token of its document."""
     padding: Tensor
     """int64: the padded tokens that are padding."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How ``grouped`` lays out the documents: one part after the other."""
+    """Layout of the documents in ``grouped``: one part after the other."""
 
     parts: tuple[_Group | _Continued, ...]
     moves: _Moves | None
     """None where the order stays, without padding."""
     masks: tuple[Tensor | None, ...]
-    """Of each part: (rows, 1, 1, length) bool, on the device, which of its keys are no padding; None: all, or causal
-    attention does not see it."""
+    """For each part the mask (rows, 1, 1, length) bool, on the device, of its keys without padding; None: no padding,
+    or causal attention does not read the padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class DocumentAttention:
     """Attention over rows of n tokens whose documents start at ``starts``; one for all layers of a forward pass."""
 
     starts: DocumentStarts
-    """Of these rows."""
+    """Starts of the documents in these rows."""
     rows: int
     """b."""
     length: int
@@ -129,35 +129,35 @@ class DocumentAttention:
     """(b,) tokens of each row's last document that the sequence ranks behind hold; None: attention is causal, and the
     keys end with the row's own."""
     window: int | None = None
-    """Most keys that a token sees, its own the last of them; None: all. With causal attention only."""
+    """Most keys that a token reads, the last of them its own; None: all. With causal attention only."""
     cap: float | None = None
-    """Most of a score, by tanh; None: scores are as they are."""
+    """Largest score, by tanh; None: scores without a cap."""
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see no later ones."""
+        """Whether tokens read no later tokens."""
         return self.after is None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """q: (b, n, h, k); k, v: (b, keys, g, k), g a divisor of h; sinks: (h,) -> (b, n, h, k).
 
-        The keys are ``before`` ones, the row's own, and, unless attention is causal, all behind them.
+        The keys are the ``before`` tokens, the row's own, and, unless attention is causal, all tokens behind them.
         """
         if not self.length:
-            # Nothing to compute, but other ranks wait for this one in the backward pass of the gathering.
+            # No outputs to compute, but other ranks wait for this rank in the backward pass of the gathering.
             o = sdpa(q, k, v)
             # Sinks have a gradient on every rank.
             return o if sinks is None else o + 0 * sinks[:, None]
         if self.cap is not None or sinks is not None:
             return self.tiled(q, k, v, sinks)
-        # What the kernels take; anything else would be refused there.
+        # Inputs that the kernels support; they refuse others.
         if q.is_cuda and q.dtype.itemsize == 2 and q.size(-1) % 8 == 0 and q.size(-1) <= 256:
             return self.flash(q, k, v)
         return self.tiled(q, k, v) if self._hiding is not None else self.grouped(q, k, v)
 
     @cached_property
     def _hiding(self) -> int | None:
-        """The window, where it hides a key of a document."""
+        """The window, if it hides a key of a document; else None."""
         assert self.window is None or self.is_causal, "windows are for causal attention"
         hides = self.window is not None and self.window < int((self._before + self._lengths).max())
         return self.window if hides else None
@@ -171,7 +171,7 @@ class DocumentAttention:
         return KeyRanges(first, end, self.device)
 
     def tiled(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """See the module; arguments as of the call."""
+        """See the module; the arguments are those of ``__call__``."""
         return tiled_attention(q, k, v, self.ranges, cap=self.cap, sinks=sinks)
 
     @cached_property
@@ -187,17 +187,17 @@ class DocumentAttention:
 
     @cached_property
     def _after(self) -> NDArray[np.int64]:
-        """(m,) tokens of each document that ranks behind hold and its tokens here see."""
+        """(m,) tokens of each document on ranks behind that its tokens here read."""
         after = np.zeros_like(self._lengths)
         if self.after is not None:
             rows = self.starts.slots.numpy() // self.length
-            # Of each row the last one alone goes on.
+            # Only the last document of a row continues behind it.
             after[np.flatnonzero(np.diff(rows, append=self.rows))] = self.after.numpy()
         return after
 
     @cached_property
     def key_ranges(self) -> tuple[Tensor, Tensor]:
-        """(b, n) int64 on the host, the first key that each token sees and the end of those."""
+        """(b, n) int64 on the host: the first key that each token reads, and the end of its keys."""
         if not self.length:
             nothing = torch.empty(self.rows, 0, dtype=torch.int64)
             return nothing, nothing
@@ -210,10 +210,10 @@ class DocumentAttention:
         return first, torch.from_numpy(np.repeat(ends, self._lengths)).view(first.shape)
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See the module; arguments as of the call."""
+        """See the module; the arguments are those of ``__call__``."""
         queries, keys, longest, most_keys = self._boundaries
-        # Not torch.nn.attention.varlen, whose arguments changed between the versions of PyTorch that are allowed. Where
-        # a document has more keys than queries, its last query sees the last key: flash attention's causal mask.
+        # Not torch.nn.attention.varlen, whose arguments differ between the supported versions of PyTorch. Where a
+        # document has more keys than queries, its last query reads the last key: flash attention's causal mask.
         window = {} if self._hiding is None else {"window_size_left": self._hiding - 1, "window_size_right": 0}
         o: Tensor = torch.ops.aten._flash_attention_forward(
             *(q.flatten(0, 1), self._own(k), self._own(v), queries, keys, longest, most_keys),
@@ -224,7 +224,7 @@ class DocumentAttention:
 
     @cached_property
     def _boundaries(self) -> tuple[Tensor, Tensor, int, int]:
-        """Boundaries of the documents among all queries and among all keys, and the most of each in a document."""
+        """Boundaries of the documents among all queries and all keys, and the most of each in one document."""
         lengths, keys = self._lengths, self._before + self._lengths + self._after
         boundaries = np.zeros((2, len(lengths) + 1), dtype=np.int32)
         np.cumsum([lengths, keys], axis=1, out=boundaries[:, 1:])
@@ -232,7 +232,7 @@ class DocumentAttention:
         return on_device[0], on_device[1], int(lengths.max()), int(keys.max())
 
     def _own(self, x: Tensor) -> Tensor:
-        """(b, keys, h, k) -> (keys of the documents of all rows, h, k), without those that no query sees."""
+        """(b, keys, h, k) -> (keys of the documents of all rows, h, k), without keys that no query reads."""
         firsts = self.before - self._before[self.starts.slots.numpy() % self.length == 0]
         stops = np.full(self.rows, self.before + self.length)
         if self.after is not None:
@@ -243,11 +243,11 @@ class DocumentAttention:
         return torch.cat([row[first:stop] for row, (first, stop) in zip(x, edges, strict=True)])
 
     def grouped(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See the module; arguments as of the call."""
+        """See the module; the arguments are those of ``__call__``."""
         layout, causal = self._layout, self.is_causal
         here = slice(self.before, self.before + self.length)
         if layout.moves is None and layout.parts == (_Group(self.rows, self.length),):
-            # Every row is one document: nothing is copied.
+            # Every row is one document: no copy is necessary.
             return sdpa(q, k[:, here], v[:, here], is_causal=causal)
         sizes = [part.length * (part.rows if isinstance(part, _Group) else 1) for part in layout.parts]
         queries, keys, values = (self._spread(x).split(sizes) for x in (q, k[:, here], v[:, here]))
@@ -268,7 +268,7 @@ class DocumentAttention:
 
     def _all_keys(self, part: _Continued, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (n, h, k), tokens of a document of several ranks; k, v: all keys of all rows -> (n, h, k)."""
-        # Its part here is at the row's beginning or end, or all of the row.
+        # The document's part is at the row's beginning or end, or is the whole row.
         first = self.before if part.before else self.before + self.length - part.length
         seen = slice(first - part.before, first + part.length + part.after)
         return sdpa(q[None], k[part.row : part.row + 1, seen], v[part.row : part.row + 1, seen])[0]
@@ -284,18 +284,18 @@ class DocumentAttention:
     @cached_property
     def _layout(self) -> _Layout:
         lengths, before, after, starts = self._lengths, self._before, self._after, self.starts.slots.numpy()
-        # Documents of one kind are computed together; others are alone, by a number of their own.
+        # Documents of one kind are computed together; each other document has a number of its own.
         kind = np.where(lengths <= _SHORT, -(-lengths // _LENGTH_STEP), _SHORT + lengths)
         alone = before + after > 0
         kind[alone] = -1 - np.flatnonzero(alone)
         if 2 * len(np.unique(kind)) > len(kind):
-            # Few calls less: not worth moving all tokens.
+            # Few calls are saved: less than the cost of a copy of all tokens.
             kind = np.arange(len(kind))
         _, index, place = np.unique(kind, return_index=True, return_inverse=True)
         parts: list[_Group | _Continued] = []
         masks: list[Tensor | None] = []
         firsts, first = np.empty_like(lengths), 0
-        # In the order of each part's first document: where every document is alone, all of them stay where they are.
+        # In the order of each part's first document: where every document is alone, the order of tokens stays.
         for number in np.argsort(index):
             chosen = np.flatnonzero(place == number)
             length = int(lengths[chosen].max())
@@ -321,14 +321,14 @@ class DocumentAttention:
         return _Layout(tuple(parts), _Moves(*on_device), tuple(masks))
 
     def _without_padding(self, lengths: NDArray[np.int64], length: int) -> Tensor | None:
-        """A part's mask; ``lengths``: of its documents."""
+        """The mask of a part whose documents have ``lengths`` tokens."""
         if (lengths == length).all():
             return None
         mask = np.arange(length) < lengths[:, None]
         return to_device(torch.from_numpy(mask), self.device)[:, None, None]
 
 
-# Written out, because autograd's own backward pass of indexing adds row after row, as if rows could repeat.
+# By hand, because autograd's backward pass of an index adds row after row, in case rows repeat.
 class _Spread(torch.autograd.Function):
     """(tokens, w) -> (padded tokens, w); padding repeats the last token of its document."""
 
@@ -339,7 +339,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Nothing reads the padding: its gradient is zero.
+        # No query reads the padding: its gradient is zero.
         return grad.index_select(0, ctx.moves.slots), None
 
 
@@ -357,7 +357,7 @@ class _Collect(torch.autograd.Function):
 
 
 def _last_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (n, h, k), the last n of the tokens of k and v (m, h, k): each query sees the keys up to its own."""
+    """q (n, h, k), the last n of the tokens of k and v (m, h, k): each query reads the keys up to its own."""
     before = len(k) - len(q)
     size = max(1, min(_MOST_QUERIES, _MASK_ELEMENTS // len(k)))
     edges = [*range(0, len(q), size), len(q)]
@@ -371,9 +371,9 @@ def _last_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """Scaled dot-product attention of (b, n, h, k) tensors, which PyTorch wants as (b, h, n, k).
+    """Scaled dot-product attention of (b, n, h, k) tensors; PyTorch's order is (b, h, n, k).
 
-    With fewer heads of keys and values than of queries, neighbours among these share one.
+    With fewer heads of keys and values than of queries, neighbouring heads of queries share one.
     """
     how["enable_gqa"] = q.size(2) != k.size(2)
     o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)

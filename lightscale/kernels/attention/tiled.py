@@ -1,10 +1,10 @@
-"""Softmax attention by tiles of scores, for what PyTorch's kernels do not compute: windows, capped scores, sinks.
+"""Softmax attention by tiles of scores, for options that PyTorch's kernels lack: windows, capped scores, sinks.
 
     s_tj = cap tanh(q_t·k_j / (sqrt(k) cap));  o_t = Σ_j exp(s_tj) v_j / (Σ_j exp(s_tj) + exp(sink_h)),  j in t's range
 
-Every query sees one range of keys. A block of queries visits only the keys from the first to the last that one of them
-sees, so that no tile is hidden as a whole. The sums are kept as they grow (arXiv 2112.05682), and the backward pass
-computes scores again: memory is linear in the tokens. Arithmetic is fp32 at least; autograd without a second order.
+Every query reads one range of keys. A block of queries visits only the keys between the first and the last that its
+queries read: no tile is entirely hidden. Running sums replace the matrix of scores (arXiv 2112.05682), and the backward
+pass recomputes scores: memory is linear in the tokens. Arithmetic is fp32 or wider; there are no second derivatives.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from lightscale.kernels.common.states import state_dtype
 
 _QUERIES = 128
-"""Most of a block: more add pairs at the edges of windows and documents that are hidden."""
+"""Most queries of a block: longer blocks add hidden pairs at the edges of windows and documents."""
 _KEYS = 512
-"""Most of a tile."""
+"""Most keys of a tile."""
 
 
 class Tile(NamedTuple):
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeyRanges:
-    """The keys that each query sees: ``first`` … ``end`` - 1, (b, n) int64 on the host, no range empty."""
+    """The keys that each query reads: ``first`` … ``end`` - 1, (b, n) int64 on the host, no range empty."""
 
     first: Tensor
     end: Tensor
@@ -43,7 +43,7 @@ class KeyRanges:
 
     @cached_property
     def on_device(self) -> tuple[Tensor, Tensor]:
-        """Both, on the device."""
+        """``first`` and ``end`` on the device."""
         both = torch.stack([self.first, self.end])
         both = both.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else both
         return both[0], both[1]
@@ -54,13 +54,13 @@ class KeyRanges:
 
     @cached_property
     def pairs(self) -> int:
-        """Scores that are computed, per head."""
+        """Number of computed scores per head."""
         tiles = (tile for row in self._blocks for block in row for tile in block)
         return sum(_length(tile.rows) * _length(tile.keys) for tile in tiles)
 
     @cached_property
     def _blocks(self) -> list[list[list[Tile]]]:
-        # Blocks longer than a window would mostly see keys that only some of their queries see.
+        # Blocks longer than a window would mostly read keys that only some of their queries read.
         widest = int((self.end - self.first).max()) if self.first.numel() else 1
         size = max(1, min(_QUERIES, max(16, widest)))
         return [
@@ -83,10 +83,10 @@ def tiled_attention(
     """Attention of q (b, n, h, k) to k, v (b, keys, g, k), g a divisor of h: (b, n, h, k). Differentiable.
 
     Args:
-        q, k, v: queries, keys, values; neighbours among the heads of queries share one of keys and values.
-        ranges: the keys that each query sees.
-        cap: most of a score, by tanh; None: scores are as they are.
-        sinks: (h,) logits that join the sum of each head; None: none.
+        q, k, v: queries, keys, values; neighbouring heads of queries share one head of keys and values.
+        ranges: the keys that each query reads.
+        cap: largest score, by tanh; None: scores without a cap.
+        sinks: (h,) logits, one more term of each head's sum; None: none.
     """
     o: Tensor = _Tiled.apply(q, k, v, sinks, ranges, cap)
     return o
@@ -95,7 +95,7 @@ def tiled_attention(
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, cap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """The same under a mask ``seen`` (b, n, keys), by all scores at once: for the few queries of generation."""
+    """``tiled_attention`` under a mask ``seen`` (b, n, keys), all scores at once: for the few queries of generation."""
     wide = state_dtype(q.dtype)
     q, keys, values = (x.to(wide).transpose(1, 2) for x in (q, k, v))
     queries = q.unflatten(1, (keys.size(1), -1))
@@ -124,7 +124,7 @@ class _Tiled(torch.autograd.Function):
                 for tile in block:
                     scores = heads.scores(q, k, row, tile)[0]
                     grown = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
-                    # Where a query has seen nothing yet, all is 0 and stays so.
+                    # Before a query's first key, its sums are 0 and stay 0.
                     safe = grown.masked_fill(grown == -torch.inf, 0)
                     weights, kept = (scores - safe).exp(), (largest - safe).exp()
                     total = kept * total + weights.sum(dim=-1, keepdim=True)
@@ -192,7 +192,7 @@ class _Heads:
         return x.unflatten(1, (self.shared, -1)).permute(2, 0, 1, 3).flatten(1, 2)
 
     def beginning(self, size: int, sinks: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Before the first key: the largest score, the sum of the weights relative to it, and that of the values."""
+        """Before the first key: the largest score, and below it the sums of weights and of weighted values."""
         shape = (self.groups, self.shared * size)
         if sinks is None:
             largest = v.new_full((*shape, 1), -torch.inf, dtype=self.dtype)
@@ -202,7 +202,7 @@ class _Heads:
         return largest, total, v.new_zeros(*shape, v.size(-1), dtype=self.dtype)
 
     def scores(self, q: Tensor, k: Tensor, row: int, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """(g, h / g · queries, keys), -inf where hidden, and their slope in what was capped; None: 1."""
+        """Scores (g, h / g · queries, keys), -inf where hidden, and their slope by the uncapped scores; None: 1."""
         scores = self.queries(q, row, tile.rows) @ self.keys(k, row, tile.keys).mT * self.scale
         slope = None
         if self.cap is not None:

@@ -1,1 +1,1 @@
-"""What all operators share: document boundaries, the dtype of states, and checks of their arguments."""
+"""Code that all operators share: document boundaries, the dtype of states, and checks of arguments."""

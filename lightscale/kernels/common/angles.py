@@ -1,7 +1,7 @@
 """Linearized relative positional encoding (LRPE): x becomes [x cos pθ, x sin pθ], twice as wide (arXiv 2307.09270).
 
-Applied to queries and keys it makes their product depend on cos((p - p') θ). Operators take the angles θ and the
-positions p beside x and apply them where they read x, so that nothing of twice x's width is written to memory.
+Applied to queries and keys, LRPE makes their product depend on cos((p - p') θ). Operators take the angles θ and the
+positions p beside x. They apply both where they read x, so no tensor of twice x's width is written to memory.
 """
 
 import math
@@ -24,12 +24,12 @@ class Angles(NamedTuple):
     """(B, T) int64: tokens since the document's start."""
 
     def of(self, tokens: slice) -> "Angles":
-        """Those of some tokens of each row."""
+        """The angles of ``tokens`` of each row."""
         return Angles(self.theta, self.positions[:, tokens])
 
 
 def angles_of(theta: Tensor | None, positions: Tensor | None) -> Angles | None:
-    """Both together, or neither: autograd and torch's operators take tensors one by one."""
+    """The angles of theta (H, K) and positions (B, T), or None: autograd and torch's operators take single tensors."""
     return None if theta is None or positions is None else Angles(theta, positions)
 
 
@@ -69,13 +69,13 @@ def check_angles(angles: Angles | None, q: Tensor) -> None:
 def phases_of(angles: Angles, dtype: torch.dtype) -> Phases:
     """cos and sin of each angle, (*positions.shape, H, K), in ``dtype``; differentiable in theta.
 
-    Whole turns are removed in fp64: in fp32 the product is off by 0.03 rad at one million tokens.
+    fp64 removes whole turns: in fp32 the product is off by 0.03 rad at one million tokens.
     """
     return phases_at(angles.positions[..., None, None], angles.theta, dtype)
 
 
 def phases_at(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Phases:
-    """``phases_of`` where positions and theta are shaped so that their product has the shape of the phases."""
+    """``phases_of`` for positions and theta whose product broadcasts to the shape of the phases."""
     if dtype == torch.float64:
         angle = positions.double() * theta.double()
     else:
@@ -85,7 +85,7 @@ def phases_at(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Phases:
 
 
 def turns_of(theta: Tensor) -> Tensor:
-    """theta in 2^-64 of a turn, int64 and contiguous: the product with a position leaves out whole turns by itself."""
+    """theta (H, K) in 2^-64 of a turn, int64, contiguous: the overflow of its product with a position drops turns."""
     turns = theta.detach().double() / (2 * math.pi)
     return ((turns - turns.round()) * 2.0**64).long().contiguous()
 
@@ -99,7 +99,7 @@ def features(x: Tensor, phases: Phases | None) -> Tensor:
 
 
 def features_bwd(x: Tensor, dfeatures: Tensor, angles: Angles, phases: Phases) -> tuple[Tensor, Tensor]:
-    """The gradients of x (…, T, H, K) and of theta (H, K), fp64, by those of its features (…, T, H, 2K)."""
+    """The gradients of x (…, T, H, K) and of theta (H, K), fp64, from those (…, T, H, 2K) of the features."""
     cos, sin = phases
     of_cos, of_sin = dfeatures.chunk(2, dim=-1)
     turning = (x * (of_sin * cos - of_cos * sin)).flatten(0, -3).double()
@@ -107,5 +107,5 @@ def features_bwd(x: Tensor, dfeatures: Tensor, angles: Angles, phases: Phases) -
 
 
 def feature_width(x: Tensor, angles: Angles | None) -> int:
-    """The width of the features of x."""
+    """The width of the features of x (…, K): K, or 2K with angles."""
     return x.shape[-1] * (1 if angles is None else 2)

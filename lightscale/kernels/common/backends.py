@@ -1,8 +1,9 @@
-"""The one place where a back-end is chosen, by the descriptions in ``lightscale.kernels.operators``.
+"""Choice of back-ends, from the descriptions in ``lightscale.kernels.operators``.
 
-Triton on GPUs, PyTorch in chunks elsewhere, or what was asked for. An operator calls ``choose_backend`` and gets the
-module of a back-end by ``implementation``; what sequence parallelism and generation call of it, its passes and its
-recurrent step, are functions of ``chunked.py`` that ``dispatch_passes`` and ``dispatch_step`` hand to the same choice.
+The choice is Triton on GPUs, PyTorch in chunks elsewhere, or the requested back-end. An operator calls
+``choose_backend`` and imports the module of the back-end by ``implementation``. Sequence parallelism calls its passes,
+generation its recurrent step. Both are functions of ``chunked.py``; ``dispatch_passes`` and ``dispatch_step`` apply the
+same choice to them.
 """
 
 import os
@@ -22,7 +23,7 @@ from lightscale.kernels.operators import PYTORCH, Backend, Operator, get_operato
 AUTO = "auto"
 HAS_TRITON = find_spec("triton") is not None
 
-# Triton kernels have no fp64: dots of it do not reach tensor cores, and the reference needs no speed.
+# Triton kernels have no fp64: its dots do not use tensor cores, and the reference needs no speed.
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _P = ParamSpec("_P")
@@ -35,7 +36,7 @@ _fallen: set[str] = set()
 
 
 def set_default_backend(name: str) -> None:
-    """What "auto" means from now on in this process: "auto" (by device), "triton", "chunked" or "reference".
+    """Set the back-end of "auto" for this process: "auto" (by device), "triton", "chunked" or "reference".
 
     Operators that lack the named back-end raise when they are called.
     """
@@ -44,33 +45,33 @@ def set_default_backend(name: str) -> None:
 
 
 def fall_back(operator: str) -> None:
-    """From now on "auto" never means Triton for ``operator`` in this process: its kernels were found wrong here."""
+    """Exclude Triton from "auto" for ``operator`` in this process, because a check of its kernels failed here."""
     _fallen.add(get_operator(operator).name)
 
 
 def default_backend() -> str:
-    """What was set by ``set_default_backend``."""
+    """The value of ``set_default_backend``."""
     return _default
 
 
 def choose_backend(operator: str, x: Tensor, requested: str = AUTO) -> str:
     """The name of the back-end of ``operator`` that computes inputs like ``x`` (dtype, device and width count).
 
-    That is ``requested``; for "auto" what ``set_default_backend`` says, else the first that can. ``PYTORCH`` for an
-    operator without back-ends, whatever is asked for.
+    The name is ``requested``; for "auto" the value of ``set_default_backend``, else the first back-end that supports x.
+    For an operator without back-ends it is always ``PYTORCH``.
 
     Raises:
-        UserError: an unknown operator, one that has no such back-end, or Triton cannot run here or on x's dtype.
+        UserError: the operator is unknown, lacks this back-end, or Triton supports neither this machine nor x's dtype.
     """
     described = get_operator(operator)
     return _choose(described, described.backends, x, requested, what=operator)
 
 
 def launches_triton(x: Tensor) -> bool:
-    """Whether Triton computes on tensors like ``x`` what is no operator of its own, such as folds of states.
+    """Whether Triton computes helpers such as folds of states on tensors like ``x``.
 
-    As ``choose_backend`` would choose it, but PyTorch where Triton cannot: it is asked for operators, not for this.
-    Nor where an operator's kernels were found wrong: nobody has compared these.
+    The choice is that of ``choose_backend``, but False where Triton cannot run: a requested back-end concerns operators
+    alone. It is also False after the check of an operator's kernels failed, because no check covers the helpers.
     """
     if _default == AUTO:
         return x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES and not _fallen
@@ -78,9 +79,10 @@ def launches_triton(x: Tensor) -> bool:
 
 
 def implementation(operator: str, backend: str) -> Any:
-    """The module of a back-end, imported when it is first used.
+    """The module of a back-end, imported at its first use.
 
-    A CPU never needs Triton's, Triton may not be installed, and it decides when it is imported whether it interprets.
+    A CPU never needs Triton's module, and Triton is optional. Triton chooses between compiler and interpreter at its
+    import.
     """
     module = get_operator(operator).backend(backend).module
     if module not in _loaded:
@@ -89,9 +91,9 @@ def implementation(operator: str, backend: str) -> Any:
 
 
 def preload_backends(operator: str) -> None:
-    """Import the back-ends that can run here: ``torch.compile`` cannot trace the import itself.
+    """Import the back-ends that can run here: ``torch.compile`` cannot trace the import.
 
-    The last line of an operator's ``__init__.py``.
+    An operator's ``__init__.py`` ends with this call.
     """
     for name in get_operator(operator).backend_names:
         if name != "triton" or (HAS_TRITON and (torch.cuda.is_available() or _interpreting())):
@@ -102,8 +104,9 @@ def dispatch_pass(operator: str, chunked: Callable[_P, _R]) -> Callable[_P, _R]:
     """A pass of state passing, by the back-end that fits the first argument's device and dtype.
 
     Args:
-        operator: its name.
-        chunked: the pass of the chunked back-end, which documents it; the others have it under the same name.
+        operator: name of the operator.
+        chunked: the pass of the chunked back-end, which documents the pass; it has the same name in the other
+            back-ends.
     """
     described = get_operator(operator)
     # The reference computes whole rows only.
@@ -124,7 +127,7 @@ def dispatch_passes(operator: str, *chunked: *_Passes) -> tuple[*_Passes]:
 
 
 def dispatch_step(operator: str, chunked: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``dispatch_pass`` for ``recurrent_step``: one launch on a GPU, but by PyTorch where a gradient is asked for.
+    """``dispatch_pass`` for ``recurrent_step``: one launch on a GPU, but PyTorch if autograd needs a gradient.
 
     Triton's steps have no gradient. The reference's step is the chunked back-end's, which has no chunks.
     """
@@ -176,7 +179,7 @@ def _first(args: tuple[Any, ...]) -> Tensor:
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
-    """Those in nested tuples."""
+    """The tensors in nested tuples."""
     if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, tuple):

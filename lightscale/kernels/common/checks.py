@@ -1,4 +1,4 @@
-"""Checks of the arguments of operators: each error names the argument, what was given, and what fits."""
+"""Checks of the arguments of operators: each error names the argument, the given value, and the expected one."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_state(initial_state: Tensor | None, q: Tensor, v: Tensor, key_width: int | None = None) -> None:
     """Refuse an initial state that is not (B, H, K, V) in the states' dtype on q's device.
 
-    ``key_width`` is K where it is not q's width.
+    ``key_width`` is K where K differs from q's width.
     """
     if initial_state is None:
         return
@@ -37,7 +37,7 @@ def check_state(initial_state: Tensor | None, q: Tensor, v: Tensor, key_width: i
 
 
 def check_one_state(name: str, state: Tensor, x: Tensor, form: str, shape: tuple[int, ...], *, like: str = "q") -> None:
-    """Refuse a state of another shape (``form`` in words), dtype or device than inputs ``x``, called ``like``, need."""
+    """Raise UserError unless ``state`` has ``shape`` (``form`` in words), and a dtype and device that fit ``x``."""
     if state.shape != shape:
         raise UserError(f"{name} must be {form} = {shape}, got shape {tuple(state.shape)}")
     if state.dtype != state_dtype(x.dtype):
@@ -46,7 +46,7 @@ def check_one_state(name: str, state: Tensor, x: Tensor, form: str, shape: tuple
 
 
 def check_head_decay(log_decay: Tensor | None, q: Tensor) -> None:
-    """Refuse log decays that are neither of heads (H,) nor of heads and tokens (B, T, H), or not ``check_decay``'s."""
+    """Refuse log decays of neither shape (H,) nor (B, T, H), and those that ``check_decay`` refuses."""
     if log_decay is None:
         return
     if log_decay.shape not in (q.shape[2:3], q.shape[:3]):
@@ -58,7 +58,7 @@ def check_head_decay(log_decay: Tensor | None, q: Tensor) -> None:
 
 
 def check_decay(log_decay: Tensor, q: Tensor) -> None:
-    """Refuse log decays whose dtype, device or values do not fit; their shape is the caller's to check."""
+    """Refuse log decays, of any shape, whose dtype, device or values do not fit q; raises UserError."""
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise UserError(f"log_decay must be fp32 or fp64, whatever q's dtype, got {log_decay.dtype}")
     check_device("log_decay", log_decay, q)
@@ -67,7 +67,7 @@ def check_decay(log_decay: Tensor, q: Tensor) -> None:
 
 
 def check_at_most_one(log_decay: Tensor) -> None:
-    """Refuse log decays above 0. They are read on a CPU only, where it costs nothing."""
+    """Raise UserError for log decays above 0, on a CPU alone: on a GPU a read would stall the stream."""
     if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
         raise UserError(
             f"log_decay must be at most 0 (a decay of at most 1), got a largest value of {log_decay.max():g}"
@@ -75,7 +75,7 @@ def check_at_most_one(log_decay: Tensor) -> None:
 
 
 def check_documents(cu_seqlens: Tensor | None, x: Tensor, *, like: str = "q") -> None:
-    """Refuse document boundaries that do not fit the rows of x (B, T, …), which messages call ``like``."""
+    """Refuse document boundaries that do not fit the rows of x (B, T, …); ``like`` names x in messages."""
     if cu_seqlens is None:
         return
     check_device("cu_seqlens", cu_seqlens, x, like=like)
@@ -89,7 +89,7 @@ def check_chunk_size(chunk_size: int) -> None:
 
 
 def check_device(name: str, x: Tensor, other: Tensor, *, like: str = "q") -> None:
-    """Refuse ``x`` on another device than ``other``, which messages call ``like``."""
+    """Refuse ``x`` on another device than ``other``; ``like`` names ``other`` in messages."""
     if x.device != other.device:
         raise UserError(f"{name} is on {x.device}, but {like} is on {other.device}")
 

@@ -1,4 +1,4 @@
-"""Rows cut into chunks of tokens, and neighbouring chunks into batches that are computed at once.
+"""Chunks of the tokens of rows, and batches of neighbouring chunks, each computed at once.
 
 Names of shapes: B rows, T tokens, H heads, G chunks of a batch, L tokens of each.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ChunkMasks(NamedTuple):
-    """Which tokens of a batch belong together, where a document begins in one of its chunks."""
+    """Masks of the tokens of one document in a batch, for batches in which a document begins."""
 
     incoming: Tensor  # (B, G, 1, L, 1): the token continues the document of the state that enters its chunk
     outgoing: Tensor  # (B, G, 1, L, 1): the token belongs to the document of the state that leaves its chunk
@@ -20,22 +20,23 @@ class ChunkMasks(NamedTuple):
 
 
 def pass_on(running: Tensor, share: Tensor, decay: Tensor, through: Tensor | None) -> Tensor:
-    """The state behind a chunk that ``running`` enters: decay ⊙ running + share, the chunk's own.
+    """The state behind a chunk that ``running`` enters: decay ⊙ running + share, with the chunk's own ``share``.
 
-    ``share`` is overwritten with ``running``; where ``through`` is False, a document begins and nothing passes.
+    running and share have the shape of a state (B, H, …); decay and through broadcast to it. The call overwrites
+    ``share`` with ``running``. Where ``through`` is False, a document begins and no state passes.
     """
     if through is None:
         passed_on = torch.addcmul(share, running, decay)
     else:
         passed_on = share + (running * decay).masked_fill_(~through, 0.0)
-    # In place: what a chunk adds was read before what it receives is written over it.
+    # In place: the chunk's share is read before the state that enters the chunk replaces it.
     share.copy_(running)
     return passed_on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Neighbouring chunks of equal length of every row: where they lie, and how to copy them in and out."""
+    """Neighbouring chunks of equal length of every row: their place, and copies of their tokens in and out."""
 
     start: int
     num_chunks: int
@@ -56,7 +57,7 @@ class Chunks:
         self.tokens(out).transpose(2, 3).copy_(x)
 
     def masks_by(self, documents: Tensor | None) -> ChunkMasks | None:
-        """By the number (B, T) of each token's document; None when none begins here: they cost only where they are."""
+        """The masks from the number (B, T) of each token's document; None where no document begins in the batch."""
         if documents is None:
             return None
         here = self.tokens(documents)

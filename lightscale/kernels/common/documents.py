@@ -1,7 +1,7 @@
-"""Documents inside a row: where they begin, checked once and turned into per-token numbers.
+"""Documents inside a row: their boundaries, checked once, and the number of each token's document.
 
-``cu_seqlens`` (N+1,) holds the boundaries over the flattened B·T tokens, every row start included. A row may
-begin in the middle of a document, so its first document may be the rest of one.
+``cu_seqlens`` (N+1,) holds the boundaries over the flattened B·T tokens, every row start included. A row may begin in
+the middle of a document: its first document is then the rest of that document.
 """
 
 import torch
@@ -13,10 +13,10 @@ from lightscale.errors import UserError
 def check_cu_seqlens(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> None:
     """Refuse boundaries that do not describe ``num_rows`` rows of ``num_tokens`` tokens.
 
-    The values are only read on a CPU, where that is free; on a GPU it would stall the stream at every call.
+    The values are read on a CPU only: on a GPU a read would stall the stream at every call.
 
     Raises:
-        UserError: wrong shape, dtype, ends, order, or a row start that is missing.
+        UserError: the shape, dtype, ends or order are wrong, or a row start is missing.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise UserError(
@@ -45,7 +45,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> N
 def document_numbers(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> Tensor:
     """The number (B, T) of each token's document inside its row; the row begins with document 0."""
     starts = torch.zeros(num_rows * num_tokens + 1, dtype=torch.int64, device=cu_seqlens.device)
-    # Assigned by index, the number would be copied to a GPU first, and the host would wait.
+    # index_fill_, because an assignment by index copies the number to a GPU first, and the host waits.
     starts.index_fill_(0, cu_seqlens.long(), 1)
     starts = starts[:-1].view(num_rows, num_tokens)
     starts[:, :1] = 0

@@ -1,13 +1,13 @@
-"""What the recurrences that serve as oracles share with each other, and with no other form."""
+"""Code that the recurrences, the oracles of tests, share with each other alone."""
 
 import torch
 from torch import Tensor
 
 
 def beginnings(cu_seqlens: Tensor | None, x: Tensor) -> list[Tensor | None]:
-    """For each token of x (B, T, …) the rows (B,) in which a document begins with it; None where there is none.
+    """For each token of x (B, T, …) the rows (B,) in which a document begins with the token; None: no row.
 
-    A row's first token begins none: what enters the row may belong to its document.
+    A row's first token begins no document: the state that enters the row may belong to the same document.
     """
     num_rows, num_tokens = x.shape[:2]
     starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
@@ -16,5 +16,5 @@ def beginnings(cu_seqlens: Tensor | None, x: Tensor) -> list[Tensor | None]:
 
 
 def cleared(state: Tensor, begins: Tensor | None, empty: float = 0.0) -> Tensor:
-    """``state`` (B, …), ``empty`` in the rows in which a document ``begins`` (B,)."""
+    """``state`` (B, …), but ``empty`` in the rows in which a document ``begins`` (B,)."""
     return state if begins is None else state.masked_fill(begins.view(-1, *[1] * (state.dim() - 1)), empty)

@@ -1,4 +1,4 @@
-"""The precision of states, states to start from, and cotangents that are still on their way."""
+"""The dtype of states, initial states, and cotangents whose exchange is in flight."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -16,7 +16,7 @@ Arriving: TypeAlias = _T | Callable[[], _T]
 
 
 def arrived(x: Arriving[_T]) -> _T:
-    """``x``, waited for."""
+    """``x``, after the wait for its exchange, if any."""
     return x() if callable(x) else x
 
 
@@ -28,13 +28,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_state_dtype(
     reference: Callable[..., tuple[Tensor, _T]], first: Tensor, *others: Tensor | None, **options: Any
 ) -> tuple[Tensor, _T]:
-    """An operator's recurrence in the dtype of the states, which is wider than that of half-precision inputs.
+    """An operator's recurrence in the dtype of the states, which is fp32 for half-precision inputs.
 
     Args:
-        reference: gives outputs and the final state.
-        first: queries, or what the operator takes first; the outputs come back in its dtype.
-        others: the other inputs that are computed with.
-        options: passed on as they are.
+        reference: the recurrence; returns outputs and the final state.
+        first: the operator's first input, usually queries; the outputs have its dtype.
+        others: the operator's other tensors, or None.
+        options: keyword arguments of ``reference``.
     """
     dtype = state_dtype(first.dtype)
     inputs = [None if x is None else x.to(dtype) for x in (first, *others)]
@@ -43,7 +43,7 @@ def in_state_dtype(
 
 
 def without_autocast(function: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Keep autocast, which would round the fp32 states to bf16 before each product, out of ``function``."""
+    """``function`` without autocast, which would round the fp32 states to bf16 before each product."""
 
     @wraps(function)
     def run(first: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -54,7 +54,7 @@ def without_autocast(function: Callable[Concatenate[Tensor, _P], _R]) -> Callabl
 
 
 def without_state(row_gradients: Callable[_P, tuple[_R, Any]]) -> Callable[_P, _R]:
-    """The pass ``grad_bwd``: ``row_gradients`` of a row's inputs and its incoming state, less that of the state."""
+    """The pass ``grad_bwd``: ``row_gradients`` without the gradient of the incoming state."""
 
     @wraps(row_gradients, assigned=("__module__", "__doc__"))
     def grad_bwd(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -66,7 +66,7 @@ def without_state(row_gradients: Callable[_P, tuple[_R, Any]]) -> Callable[_P, _
 def state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor, key_width: int | None = None) -> Tensor:
     """A copy of ``state`` (B, H, K, V) in the states' dtype, or zeros for rows of q (B, T, H, K), v (B, T, H, V).
 
-    ``key_width`` is K where it is not q's width.
+    ``key_width`` is K where K differs from q's width.
     """
     if state is not None:
         return state.to(state_dtype(q.dtype), copy=True)

@@ -1,7 +1,8 @@
-"""The loss of a linear output layer over a large vocabulary, without ever holding all logits.
+"""The loss of a linear output layer over a large vocabulary, in the memory of one chunk's logits.
 
--log softmax(hidden weightᵀ)[label] per token, over chunks of tokens; the rows of the vocabulary may be split over
-ranks, and some of them be padding. docs/reference/operators/cross-entropy.md has the mathematics and what it costs.
+The loss is -log softmax(hidden weightᵀ)[label] per token, over chunks of tokens. The rows of the vocabulary may be
+split over ranks, and some rows may be padding. docs/reference/operators/cross-entropy.md has the mathematics and the
+costs.
 """
 
 from typing import Any
@@ -23,8 +24,8 @@ __all__ = ["Reduce", "linear_cross_entropy", "linear_cross_entropy_reference", "
 class _LinearCrossEntropy(torch.autograd.Function):
     """Losses times ``factors``, and in the same pass the gradients of their sum.
 
-    Backward these are scaled where all losses have one cotangent, as those of a sum do. For other cotangents they are
-    computed again: each token's factor has to be known before the products.
+    The backward pass scales these gradients where all losses have one cotangent, as in a sum. For other cotangents it
+    recomputes them: the products need each token's factor first.
     """
 
     @staticmethod
@@ -52,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, factors, *found)
         ctx.ids, ctx.softmax, ctx.chunk_tokens = ids, softmax, chunk_tokens
         ctx.gradients = None if gradients is None else gradients.result()
-        # In this order, so that large logits cost no digits of the loss.
+        # In this order large logits cost no digits of the loss.
         losses = found.total.log() - (found.target - found.largest)
         return losses if factors is None else torch.where(factors == 0, 0.0, losses * factors)
 
@@ -60,10 +61,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         made, ctx.gradients = ctx.gradients, None
-        # Told by the strides, for which no device is asked: autograd expands the cotangent of a sum without copying.
+        # Read from the strides, without a wait for the device: autograd expands the cotangent of a sum without a copy.
         is_sum = all(stride == 0 or size == 1 for stride, size in zip(dlosses.stride(), dlosses.shape, strict=True))
         if made is not None and is_sum and dlosses.numel():
-            # In place: they are handed out once. A second pass over the same graph computes them again.
+            # In place: the first backward pass consumes the gradients. A second pass over the same graph recomputes
+            # them.
             gradients = tuple(None if gradient is None else scale_(gradient, dlosses[0]) for gradient in made)
             return *gradients, *(None,) * 7
         hidden, weight, labels, factors, *found = ctx.saved_tensors
@@ -95,23 +97,23 @@ def linear_cross_entropy(
 ) -> Tensor:
     """-log softmax(hidden weightᵀ)[label] of each token; differentiable in hidden and weight.
 
-    Their gradients are made beside the losses, from the same logits, for the sum of the losses: what is to weigh them
-    goes into ``loss_mask``. Any other cotangents are right too, and cost the logits once more. Without autograd
+    The forward pass computes the gradients of the sum of the losses from the same logits; ``loss_mask`` sets the
+    weights in the sum. Other cotangents give correct gradients too, and cost the logits once more. Without autograd
     (``torch.no_grad``) no gradient is computed.
 
-    Logits are rounded to the dtype of hidden, as those of a linear layer are; exponentials and sums are fp32 at least.
-    With ``reduce`` the gradient of hidden is that of this rank's rows of the vocabulary: the caller sums it over
-    the ranks.
+    Logits are rounded to the dtype of hidden, as in a linear layer; exponentials and sums are fp32 or wider. With
+    ``reduce`` the gradient of hidden is the part by this rank's rows of the vocabulary: the caller sums it over the
+    ranks.
 
     Args:
         hidden: (..., d), fp16, bf16, fp32 or fp64.
         weight: (rows, d) of hidden's dtype: the rows of the vocabulary that this rank holds.
-        labels: (...) int64 ids below ``num_ids``; any number where the mask is 0.
-        num_ids: ids in use, over all ranks; rows from there on are padding and take no probability.
+        labels: (...) int64 ids below ``num_ids``; any value where the mask is 0.
+        num_ids: number of ids in use, over all ranks; further rows are padding of probability 0.
         first_id: the id of the weight's first row.
-        reduce: the maximum or sum over the ranks that hold the other rows, in place. Called in forward, once
-            for each in every chunk, never in backward.
-        loss_mask: (...), what each loss is multiplied by, not differentiated; None for 1.
+        reduce: replaces a tensor by its maximum or sum over the ranks that hold the other rows. The forward pass calls
+            it for both in every chunk, the backward pass never.
+        loss_mask: (...), factor of each loss, without a gradient; None for 1.
         chunk_tokens: tokens whose logits exist at a time; by default as many as ``LOGITS_WORKSPACE_BYTES`` hold.
         backend: "auto", "triton", "chunked" (PyTorch's operators), "reference" (all logits at once, by
             autograd; one rank).
@@ -120,8 +122,8 @@ def linear_cross_entropy(
         The losses (...) in nats, fp32 (fp64 for fp64 inputs).
 
     Raises:
-        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The values of
-            labels are checked on a CPU only, where reading them costs nothing.
+        UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of labels
+            are checked on a CPU only: on a GPU a read would stall the stream.
     """
     _check(hidden, weight, labels, num_ids, first_id, loss_mask, chunk_tokens)
     name = choose_backend("cross_entropy", hidden, backend)
@@ -163,8 +165,8 @@ def linear_log_probability(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden weightᵀ)[label] of each token, and whether no id is more probable; without gradients.
 
-    Arguments and errors are those of ``linear_cross_entropy``, whose pass over the logits it is; hidden is (tokens, d)
-    and labels (tokens,). The back-end "reference" has nothing of its own here and stands for "chunked".
+    Arguments, errors and the pass over the logits are those of ``linear_cross_entropy``; hidden is (tokens, d) and
+    labels (tokens,). The back-end "reference" means "chunked" here.
     """
     _check(hidden, weight, labels, num_ids, first_id, None, chunk_tokens)
     name = choose_backend("cross_entropy", hidden, backend)

@@ -1,8 +1,8 @@
-"""Linear layer and cross entropy over chunks of tokens, so that the logits of one chunk exist at a time.
+"""Linear layer and cross entropy over chunks of tokens; only the logits of one chunk exist at a time.
 
-A chunk's logits are read for their statistics and then turned into their own gradient in place, in the forward pass;
-where only losses are wanted, they are read once. The two operations on logits come from a backend (``Softmax``):
-PyTorch's operators here, kernels in ``triton``. Matrix products are PyTorch's everywhere.
+The forward pass reads a chunk's logits for their statistics and then replaces them by their own gradient in place.
+Without gradients it reads them once. A backend (``Softmax``) implements the two operations on logits: PyTorch's
+operators here, kernels in ``triton``. Matrix products are PyTorch's everywhere.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,36 +29,36 @@ class Ids(NamedTuple):
     """The rows of the vocabulary that this rank holds."""
 
     first: int  # the id of its first row
-    used: int  # how many of its rows are ids in use; those behind are padding
+    used: int  # number of its rows that are ids in use; the rows behind are padding
 
 
 class Statistics(NamedTuple):
-    """What one rank's logits contribute to the loss of each token, (tokens,), fp32 (fp64 for fp64 logits)."""
+    """Contribution of one rank's logits to the loss of each token, (tokens,), fp32 (fp64 for fp64 logits)."""
 
-    largest: Tensor  # max of the logits; -inf where a rank holds nothing but padding
+    largest: Tensor  # max of the logits; -inf where a rank holds padding alone
     total: Tensor  # Σ exp(logit - largest)
     target: Tensor  # logit of the label; 0 where another rank holds it
 
 
 OverRanks = Callable[[Statistics], Statistics]
-"""From the statistics of this rank's logits to those of all ranks together."""
+"""Reduces the statistics of this rank's logits to the statistics of all ranks."""
 
 
 class Softmax(Protocol):
-    """What a backend computes on the logits (tokens, V / ranks) of one chunk."""
+    """Operations of a backend on the logits (tokens, V / ranks) of one chunk."""
 
     def statistics(self, logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
-        """One pass over the logits, which may be overwritten."""
+        """The statistics for labels (tokens,), by one pass over the logits, which the pass may overwrite."""
 
     def statistics_and_gradient_(
         self, logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
     ) -> Statistics:
-        """The statistics of all ranks together; then as ``gradient_`` of the losses times ``factors`` (tokens,)."""
+        """The statistics of all ranks; then ``gradient_`` of the losses times ``factors`` (tokens,)."""
 
     def gradient_(self, logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
         """Replace the logits by (softmax - one-hot of the label) dlosses, and padding by 0.
 
-        ``found`` are the statistics of all ranks together.
+        ``found`` holds the statistics of all ranks; dlosses is (tokens,).
         """
 
 
@@ -70,7 +70,7 @@ def statistics(logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
 def statistics_and_gradient_(
     logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
 ) -> Statistics:
-    """See ``Softmax``. The exponentials of the statistics, times a number for each token, are the gradient."""
+    """See ``Softmax``. The gradient is the exponentials of the statistics times one number per token."""
     own, exponentials = _exponentials_(logits, labels, ids)
     found = over_ranks(own)
     scale = factors / found.total
@@ -81,7 +81,7 @@ def statistics_and_gradient_(
 
 
 def _exponentials_(logits: Tensor, labels: Tensor, ids: Ids) -> tuple[Statistics, Tensor]:
-    """The statistics and exp(logit - largest) (tokens, used), which is the logits' memory where these are wide."""
+    """The statistics and exp(logit - largest) (tokens, used), in the logits' memory where these are fp32 or fp64."""
     scores = logits[:, : ids.used].to(state_dtype(logits.dtype))
     if ids.used == 0:
         none = Statistics(scores.new_full(labels.shape, -torch.inf), *(scores.new_zeros(2, len(labels))))
@@ -95,13 +95,13 @@ def _exponentials_(logits: Tensor, labels: Tensor, ids: Ids) -> tuple[Statistics
 
 def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
     """See ``Softmax``."""
-    # In place where the logits have the dtype of the arithmetic; of half precision one chunk is copied to fp32.
+    # In place where the logits have the dtype of the arithmetic; half precision is copied to fp32, one chunk at a time.
     scores = logits[:, : ids.used].to(dlosses.dtype).sub_(found.largest[:, None])
     _finish_gradient_(scores.exp_().mul_((dlosses / found.total)[:, None]), logits, labels, ids, dlosses)
 
 
 def _finish_gradient_(gradient: Tensor, logits: Tensor, labels: Tensor, ids: Ids, dlosses: Tensor) -> None:
-    """Take the labels' one-hot away from ``gradient`` (tokens, used), and put it into the logits."""
+    """Subtract the labels' one-hot from ``gradient`` (tokens, used), and write the result to the logits."""
     logits[:, ids.used :] = 0
     if ids.used == 0:
         return
@@ -112,7 +112,7 @@ def _finish_gradient_(gradient: Tensor, logits: Tensor, labels: Tensor, ids: Ids
 
 
 def _index(labels: Tensor, ids: Ids) -> tuple[Tensor, Tensor]:
-    """Which labels this rank holds, and their columns (0 for the others)."""
+    """Mask of the labels that this rank holds, and their columns (0 for the others)."""
     column = labels - ids.first
     here = (column >= 0) & (column < ids.used)
     return here, column.where(here, 0)
@@ -128,9 +128,9 @@ def chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator
 
 
 def logits_of_chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, Tensor]]:
-    """Each chunk of tokens and its logits (tokens, V / ranks), all in one memory: the next overwrites them.
+    """Each chunk of tokens and its logits (tokens, V / ranks), in one memory: each chunk overwrites the previous one.
 
-    A new memory for each would be page faults on a CPU, which take half as long as the product.
+    New memory for each chunk would cost page faults on a CPU, which take half as long as the product.
     """
     room = None
     for tokens in chunks(hidden, weight, chunk_tokens):
@@ -141,10 +141,10 @@ def logits_of_chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -
 
 
 class LossGradients:
-    """Those of hidden (tokens, d) and weight (V / ranks, d), of which ``needs`` says which are wanted; by chunks.
+    """Gradients of hidden (tokens, d) and weight (V / ranks, d), by chunks; ``needs`` selects them.
 
-    That of hidden is this rank's part: the caller sums it over the ranks that split the vocabulary. That of the
-    weight is summed over chunks in fp32 and rounded once.
+    The gradient of hidden is this rank's part: the caller sums it over the ranks that split the vocabulary. The
+    gradient of the weight is summed over chunks in fp32 and rounded once.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool]) -> None:
@@ -153,7 +153,7 @@ class LossGradients:
         self._weight = weight.new_zeros(weight.shape, dtype=state_dtype(weight.dtype)) if needs[1] else None
 
     def add(self, tokens: slice, dlogits: Tensor) -> None:
-        """Those of one chunk, whose logits have the gradient ``dlogits``."""
+        """Add the gradients of one chunk, whose logits have the gradient ``dlogits`` (its tokens, V / ranks)."""
         hidden, weight = self._inputs
         if self._hidden is not None:
             torch.mm(dlogits, weight, out=self._hidden[tokens])
@@ -161,7 +161,7 @@ class LossGradients:
             _add_product_(self._weight, dlogits.mT, hidden[tokens])
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of all chunks."""
+        """The gradients of all chunks."""
         return self._hidden, None if self._weight is None else self._weight.to(self._inputs[1].dtype)
 
 
@@ -180,7 +180,7 @@ def forward(
 ) -> Statistics:
     """The statistics of all tokens and ranks: hidden (tokens, d), weight (V / ranks, d), labels (tokens,).
 
-    ``gradients`` takes in those of the sum of the losses times ``factors`` (tokens,); None: they are not computed.
+    ``gradients`` collects the gradients of the sum of the losses times ``factors`` (tokens,); None: no gradients.
     """
     parts = []
 
@@ -192,7 +192,7 @@ def forward(
             if gradients is None or factors is None:
                 parts.append(softmax.statistics(logits, labels[tokens], ids))
                 continue
-            # Reduced now, not for all chunks together: the gradient needs the sums of all ranks.
+            # Reduced per chunk, not once for all chunks: the gradient needs the sums of all ranks.
             parts.append(softmax.statistics_and_gradient_(logits, labels[tokens], ids, factors[tokens], over_ranks))
             gradients.add(tokens, logits)
     if not parts:
@@ -226,7 +226,7 @@ def backward(
     """The gradients of hidden and weight for any cotangents ``dlosses`` (tokens,), from the statistics of all ranks."""
     gradients = LossGradients(hidden, weight, needs)
     with torch.autocast(hidden.device.type, enabled=False):
-        # The logits again, by the product that made them in forward: keeping them would take 2 V bytes a token.
+        # The logits again, by the product of the forward pass: to keep them would take 2 V bytes per token.
         for tokens, logits in logits_of_chunks(hidden, weight, chunk_tokens):
             part = Statistics(*(x[tokens] for x in found))
             softmax.gradient_(logits, labels[tokens], ids, part, dlosses[tokens])
@@ -235,10 +235,10 @@ def backward(
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient (n, d) *= factor (), in the wider of their dtypes and rounded once; little memory beside it."""
+    """gradient (n, d) *= factor (), in the wider of their dtypes and rounded once, with little further memory."""
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)
-    # On a GPU one kernel reads and writes the one dtype and computes in the other; on a CPU PyTorch would copy it all.
+    # On a GPU one kernel converts as it reads and writes; on a CPU PyTorch would copy the whole gradient.
     num_rows = len(gradient) if gradient.is_cuda else _SCALED_ELEMENTS // max(1, gradient.shape[1])
     for rows in gradient.split(max(1, num_rows)):
         # One-dimensional: PyTorch would round a number without dimensions to the gradient's dtype first.
@@ -247,7 +247,7 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in total's dtype; half precision stays as it is on tensor cores, which sum in fp32 anyway."""
+    """total += a b, in total's dtype; tensor cores take half precision unconverted, because they sum in fp32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:

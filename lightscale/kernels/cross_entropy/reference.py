@@ -12,9 +12,9 @@ def linear_cross_entropy_reference(
     Args:
         hidden: (..., d).
         weight: (V, d), all rows of the vocabulary.
-        labels: (...), int64 ids below ``num_ids``; any where the mask is 0.
-        num_ids: rows of the weight in use; those behind take no probability.
-        loss_mask: (...), what each loss is multiplied by; None for 1.
+        labels: (...), int64 ids below ``num_ids``; any value where the mask is 0.
+        num_ids: rows of the weight in use; the rows behind have probability 0.
+        loss_mask: (...), factor of each loss; None for 1.
     """
     scores = torch.log_softmax(hidden @ weight[:num_ids].mT, dim=-1)
     if loss_mask is None:

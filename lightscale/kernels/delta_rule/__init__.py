@@ -1,10 +1,9 @@
-"""The gated delta rule: a state that is corrected where it is written to (DeltaNet, gated DeltaNet, KDA).
+"""The gated delta rule: each write corrects the state at its key (DeltaNet, gated DeltaNet, KDA).
 
 S_t = (I - β_t k_t k_tᵀ) diag(α_t) S_{t-1} + β_t k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Parallelizing Linear
-Transformers with the Delta Rule, arXiv 2406.06484, Eq. 4; Yang, Kautz and Hatamizadeh, Gated Delta Networks,
-arXiv 2412.06464, Eq. 10; Kimi Team, Kimi Linear, arXiv 2510.26692, Eq. 1). ``delta_rule`` is the operator; sequence
-parallelism and generation are built from the passes beside it. docs/reference/operators/delta-rule.md has the
-mathematics.
+Transformers with the Delta Rule, arXiv 2406.06484, Eq. 4; Yang, Kautz and Hatamizadeh, Gated Delta Networks, arXiv
+2412.06464, Eq. 10; Kimi Team, Kimi Linear, arXiv 2510.26692, Eq. 1). ``delta_rule`` is the operator; sequence
+parallelism and generation use the passes in this package. docs/reference/operators/delta-rule.md has the mathematics.
 """
 
 import torch
@@ -64,31 +63,31 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule: linear in T, differentiable in every input.
 
-    Nothing is normalised or scaled here: layers give queries and keys of unit length, queries times K^-1/2.
+    The operator neither normalises nor scales: layers pass queries and keys of unit length, queries times K^-1/2.
 
     Args:
         q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
-        k: keys (B, T, H, K), of q's dtype. Of length 1, or up to sqrt(2 / β): longer ones let the state grow.
+        k: keys (B, T, H, K), of q's dtype, of length 1, or up to sqrt(2 / β): with longer keys the state grows.
         v: values (B, T, N, V), of q's dtype; N is a multiple of H, and head n reads queries and keys n // (N / H).
-        log_decay: log α (B, T, N), of each head (gated DeltaNet), or (B, T, N, K), of each channel (KDA), fp32 or
-            fp64 whatever q's dtype, at most 0; -inf forgets. None: nothing is forgotten (DeltaNet).
+        log_decay: log α (B, T, N), of each head (gated DeltaNet), or (B, T, N, K), of each channel (KDA), fp32 or fp64
+            for any dtype of q, at most 0; -inf forgets. None: no decay (DeltaNet).
         beta: (B, T, N), fp32 or q's dtype, 0 to 1, or to 2 where a state may change its sign.
         initial_state: the state (B, N, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
             None. Only the first document of a row reads it.
         output_final_state: also return the state after each row's last token.
         cu_seqlens: (M+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
-        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
-            ``set_default_backend`` says, else Triton on GPUs for keys of up to 256 channels, and chunks elsewhere.
+        chunk_size: tokens per chunk of the chunked form; affects its speed alone.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": the
+            value of ``set_default_backend``, else Triton on GPUs for keys of up to 256 channels, and chunks elsewhere.
 
     Returns:
         The outputs (B, T, N, V) in v's dtype, and None or the final state (B, N, K, V), fp32 (fp64 for fp64
         inputs).
 
     Raises:
-        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
-            values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs little.
+        UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of
+            log_decay and cu_seqlens are checked on a CPU only: on a GPU a read would stall the stream.
     """
     _check_inputs(q, k, v, log_decay, beta)
     shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])

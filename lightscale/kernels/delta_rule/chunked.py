@@ -5,8 +5,8 @@ docs/reference/operators/delta-rule.md. Names of shapes: B rows, T tokens, H hea
 values, K key width, V value width, L tokens of a chunk. Inside, everything is fp32, or fp64 for fp64 inputs; outputs
 and gradients have the dtype of their inputs.
 
-Chunks, their masks and their decays are those of gated linear attention (``../gla``), of which this is the form whose
-writes depend on what the state holds. A decay per head is taken as one of its K channels.
+Chunks, their masks and their decays are those of gated linear attention (``../gla``); here writes also depend on the
+state. A decay per head is computed as one decay for its K channels.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lightscale.kernels.common.states import Arriving, arrived, state_dtype, wit
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 from lightscale.kernels.gla.decays import GLADecays
 
-# Tokens of a chunk. As of gated linear attention; the triangular inverse grows with it too.
+# Tokens of a chunk. The limit is gated linear attention's; the triangular inverse grows with the chunk too.
 DEFAULT_CHUNK_SIZE = 16
 
 
@@ -36,7 +36,7 @@ class DeltaRuleGradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A row's inputs, a head of queries, keys and decays for each head of values."""
+    """A row's inputs, with one head of queries, keys and decays for each head of values."""
 
     k: Tensor  # (B, T, N, K)
     log_decay: Tensor  # (B, T, N, K)
@@ -47,9 +47,9 @@ class _Row:
     def of(
         cls, k: Tensor, log_decay: Tensor | None, beta: Tensor, width: int, cu_seqlens: Tensor | None, chunk_size: int
     ) -> "_Row":
-        """``width``: of the values."""
+        """The row, with batches for values of ``width`` columns."""
         k = of_value_heads(k, beta.shape[2])
-        # For the sizes of batches alone, as the values would be.
+        # Only its shape is read, for the sizes of batches.
         sizes = k[..., :1].expand(*k.shape[:3], width)
         decays = torch.zeros_like(beta, dtype=state_dtype(k.dtype)) if log_decay is None else log_decay
         if decays.dim() == 3:
@@ -68,7 +68,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """What the chunks of a batch do, whatever the values and the state: (G, B, N, L, …)."""
+    """The chunks' matrices that do not depend on values and states: (G, B, N, L, …)."""
 
     batch: GLAChunkBatch
     decays: GLADecays
@@ -77,9 +77,9 @@ class _Chunks:
     k_in: Tensor  # k ⊙ upto
     k_back: Tensor  # k / upto
     k_out: Tensor  # k ⊙ after, of the tokens whose document leaves the chunk
-    products: Tensor  # (…, L): k_i (decay from j to i) k_j, j < i of one document
+    products: Tensor  # (…, L): k_i (decay from j to i) k_j, j < i in one document
     inverse: Tensor  # (…, L): (I + β ⊙ products)⁻¹
-    returned: Tensor  # (…, K): of W, by which written values depend on the state that enters
+    returned: Tensor  # (…, K): W, the dependence of written values on the entering state
 
     @classmethod
     def of(cls, batch: GLAChunkBatch, row: _Row) -> "_Chunks":
@@ -87,7 +87,7 @@ class _Chunks:
         k, beta = batch.load(row.k), batch.load(row.beta)
         k_in, k_back = k * decays.upto, k / decays.upto
         products = batch.causal_(decays.scores(k, k, k_in, k_back), -1)
-        # In fp32 at least: with β up to 2 and keys that repeat, the inverse's entries do not become smaller.
+        # fp32 or wider: with β up to 2 and repeated keys, the entries of the inverse do not decay.
         unit = torch.eye(batch.chunk_tokens, dtype=k.dtype, device=k.device)
         inverse = torch.linalg.solve_triangular(
             beta * products + unit, unit.expand_as(products), upper=False, unitriangular=True
@@ -106,7 +106,7 @@ class _Chunks:
         )
 
     def scan(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What is written for values v (G, B, N, L, V), and the states (G + 1, B, N, K, V) from the one that enters."""
+        """The writes for values v (G, B, N, L, V), and the states (G + 1, B, N, K, V), from the entering state."""
         written = self.inverse @ (self.beta * v)
         states = state.new_empty(self.batch.num_chunks + 1, *state.shape)
         states[0] = state
@@ -122,10 +122,10 @@ class _Chunks:
         return written, states
 
     def scan_back(self, dwritten: Tensor, reads: Tensor, dstate: Tensor) -> Tensor:
-        """Cotangents (G + 1, B, N, K, V) of the states of ``scan``, from that of the one that leaves the batch.
+        """Cotangents (G + 1, B, N, K, V) of the states of ``scan``, from the cotangent of the batch's leaving state.
 
-        Completes ``dwritten`` (G, B, N, L, V), of what was written by the outputs of its chunk, in place. ``reads``
-        (G, B, N, K, V): of the states that enter chunks, by the outputs.
+        Completes ``dwritten`` (G, B, N, L, V), the writes' cotangents by the outputs of their chunk, in place.
+        ``reads`` (G, B, N, K, V): cotangents of the states that enter the chunks, by the outputs.
         """
         dstates = dstate.new_empty(self.batch.num_chunks + 1, *dstate.shape)
         dstates[-1] = dstate
@@ -137,17 +137,17 @@ class _Chunks:
 
     def _passed(self, state: Tensor, chunk: int) -> Tensor:
         passed = state * self.decays.through[chunk]
-        # Selected, not multiplied: what overflowed in one document must give no NaN in the next.
+        # Selected, not multiplied: an overflow in one document must give no NaN in the next.
         return passed if self.batch.masks is None else passed.masked_fill_(~self.batch.masks.through[chunk], 0.0)
 
 
 def of_value_heads(x: Tensor, num_heads: int) -> Tensor:
-    """x (B, T, H, K) for N heads of values: each head as often as there are heads of values for it."""
+    """x (B, T, H, K) for N heads of values: each head repeated for its N / H heads of values."""
     return x if x.shape[2] == num_heads else x.repeat_interleave(num_heads // x.shape[2], dim=2)
 
 
 def of_key_heads(gradient: Tensor, num_heads: int) -> Tensor:
-    """The gradient (B, T, H, K) of what ``of_value_heads`` made of x, from the one (B, T, N, K) of its result."""
+    """The gradient (B, T, H, K) of x, from the gradient (B, T, N, K) of the result of ``of_value_heads``."""
     return gradient if gradient.shape[2] == num_heads else gradient.unflatten(2, (num_heads, -1)).sum(3)
 
 
@@ -163,16 +163,15 @@ def state_fwd(
         v: values (B, T, N, V).
         log_decay: (B, T, N), (B, T, N, K) or None.
         beta: (B, T, N).
-        cu_seqlens: (M+1,) or None. Whether the row's first token begins a document is the caller's business:
-            it then takes M as 0.
+        cu_seqlens: (M+1,) or None. A caller whose row begins with a new document takes M as 0.
 
     Returns:
-        S_loc (B, N, K, V), the row's outgoing state from a zero incoming state, and M (B, N, K, K), the product of
-        what each token does to a state, or 0 where a document begins inside the row.
+        S_loc (B, N, K, V), the row's outgoing state from a zero incoming state. M (B, N, K, K), the product of the
+        tokens' transitions of a state, or 0 where a document begins inside the row.
     """
     width, key_width = v.shape[3], k.shape[3]
     row = _Row.of(k, log_decay, beta, width + key_width, cu_seqlens, DEFAULT_CHUNK_SIZE)
-    # What the row does to the identity, without values, is M: its columns pass beside those of the state.
+    # The row, without values, maps the identity to M: its columns pass beside the state's columns.
     state = row.state(width + key_width, None)
     state[..., width:] = torch.eye(key_width, dtype=state.dtype, device=state.device)
     for batch in row.batches:
@@ -230,8 +229,8 @@ def state_bwd(
 ) -> Tensor:
     """The cotangent (B, N, K, V) of a row's incoming state that comes from the row's own outputs.
 
-    The whole cotangent is this + Mᵀ dS_end with the M of ``state_fwd``. Only the first document reads the incoming
-    state; a caller whose row begins with a new document takes it as 0.
+    The whole cotangent is the result + Mᵀ dS_end with the M of ``state_fwd``. Only the first document reads the
+    incoming state; a caller whose row begins with a new document takes 0.
 
     Args:
         q: queries (B, T, H, K); T may be 0.
@@ -268,20 +267,21 @@ class _BatchGradients(NamedTuple):
 def _batch_gradients(
     chunks: _Chunks, row: _Row, q: Tensor, v: Tensor, do: Tensor, state: Tensor, dstate: Tensor
 ) -> _BatchGradients:
-    """From the batch's q, v, do, the state that enters and the cotangent of the one that leaves."""
+    """The gradients from the batch's q, v, do, the entering state, and the leaving state's cotangent."""
     batch, decays, k, beta = chunks.batch, chunks.decays, chunks.k, chunks.beta
     q_in = q * decays.upto
     scores = batch.causal_(decays.scores(q, k, q_in, chunks.k_back))
     written, states = chunks.scan(v.clone(), state)
     dscores = do @ written.mT
-    # A token reads its own write undecayed: the diagonal goes into dq and dk at the end, and not into dlog_decay.
+    # A token reads its own write undecayed: the diagonal is added to dq and dk at the end, and is no part of
+    # dlog_decay.
     own = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
     batch.causal_(dscores, -1)
     dwritten = scores.mT @ do
     reads = batch.incoming_(q_in.clone()).mT @ do
     dstates = chunks.scan_back(dwritten, reads, dstate)
 
-    # written = inverse β (v - k_in S), where the inverse is of I + β ⊙ products.
+    # written = inverse β (v - k_in S), with the inverse of I + β ⊙ products.
     dvalues = chunks.inverse.mT @ dwritten
     returned = batch.incoming_(chunks.k_in @ states[:-1])
     dproducts = batch.causal_(dvalues @ written.mT, -1).neg_()
@@ -298,11 +298,11 @@ def _batch_gradients(
     dq.addcmul_(batch.incoming_(do @ entering), decays.upto)
     dk_read.addcmul_(batch.incoming_(dv @ entering), decays.upto, value=-1)
     dk_leaving = batch.outgoing_(written @ dstates[1:].mT).mul_(decays.after)
-    # As of gated linear attention, with two that read, the query and the key, and one that is read.
+    # As in gated linear attention, with two readers, the query and the key, of one key.
     inside = (q * dq).addcmul_(k, dk_read).addcmul_(k, dk_written, value=-1)
     dk = dk_read.add_(dk_written).add_(dk_leaving)
     dlog_decay = batch.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])
-    # Only a chunk with a decay that underflows can be one of these, and there exactly nothing passes.
+    # Only a chunk with a decay that underflows can be one of these; no state passes through it.
     if decays.steep is not None:
         dlog_decay.masked_fill_(batch.load(row.log_decay).exp_() == 0, 0.0)
     return _BatchGradients(dq.addcmul_(own, k), dk.addcmul_(own, q), dv, dlog_decay, dbeta, dstates[0].clone())
@@ -323,7 +323,7 @@ def row_gradients(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[DeltaRuleGradients, Tensor]:
-    """The gradients of a row's inputs, and that of its incoming state.
+    """The gradients of a row's inputs and incoming state.
 
     Args:
         do: cotangents of the outputs (B, T, N, V).
@@ -333,7 +333,7 @@ def row_gradients(
     """
     row = _Row.of(k, log_decay, beta, v.shape[3], cu_seqlens, chunk_size)
     queries = of_value_heads(q, v.shape[2])
-    # Forward once more for the states that enter the batches: one of each, and none between.
+    # Forward once more for the states that enter the batches: one per batch, without those between chunks.
     state = row.state(v.shape[3], S_in)
     entering = []
     for batch in row.batches:
@@ -368,7 +368,7 @@ def recurrent_step(
     """One token: q, k (B, H, K), v (B, N, V), log_decay (B, N), (B, N, K) or None, beta (B, N), S (B, N, K, V)
     → o (B, N, V) and the next state.
 
-    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    The state is read and written once, at any position. Autograd differentiates the step.
     """
     dtype, groups = state_dtype(q.dtype), v.shape[1] // q.shape[1]
     q, k = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (q, k))
@@ -394,7 +394,7 @@ class ChunkedDeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
         q, k, v, log_decay, beta, initial_state, cu_seqlens = ctx.saved_tensors
         gradients, dS_in = row_gradients(
             q,

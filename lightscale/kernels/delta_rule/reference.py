@@ -18,8 +18,8 @@ def delta_rule_reference(
 ) -> tuple[Tensor, Tensor]:
     """S_t = (I - β_t k_t k_tᵀ) diag(exp(log_decay_t)) S_{t-1} + β_t k_t v_tᵀ and o_t = S_tᵀ q_t, written out.
 
-    Arguments and results are those of ``delta_rule``. Everything is computed in the dtype of the inputs, so fp64
-    inputs give an fp64 oracle, and autograd differentiates it. The chunked form shares none of it.
+    Arguments and results are those of ``delta_rule``. All arithmetic has the dtype of the inputs: fp64 inputs give an
+    fp64 oracle. Autograd differentiates it. The chunked form shares no code with it.
     """
     num_rows, num_heads = v.shape[0], v.shape[2]
     groups = num_heads // q.shape[2]
@@ -34,7 +34,7 @@ def delta_rule_reference(
     # unbind, because the backward of x[:, t] writes a whole zero tensor for every token.
     tokens = (x.unbind(1) for x in (q, k, v, log_decay.exp(), beta))
     for q_t, k_t, v_t, decay_t, beta_t, begins in zip(*tokens, beginnings(cu_seqlens, v), strict=True):
-        # First the decay, then the correction of what the decayed state returns.
+        # First the decay, then the correction by the decayed state's value.
         state = decay_t.unsqueeze(-1) * cleared(state, begins)
         returned = (k_t.unsqueeze(-2) @ state).squeeze(-2)
         written = beta_t.unsqueeze(-1) * (v_t - returned)

@@ -1,8 +1,8 @@
 """Gated linear attention: linear attention with a data-dependent decay per key channel (HGRN2).
 
-S_t = diag(f_t) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Gated Linear Attention, arXiv 2312.06635,
-Eq. 3; Qin et al., HGRN2, arXiv 2404.07904, where k = 1 - f). ``gla`` is the operator; sequence parallelism and
-generation are built from the passes beside it. docs/reference/operators/gla.md has the mathematics.
+S_t = diag(f_t) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Yang et al., Gated Linear Attention, arXiv 2312.06635, Eq. 3; Qin
+et al., HGRN2, arXiv 2404.07904, where k = 1 - f). ``gla`` is the operator; sequence parallelism and generation use the
+passes in this package. docs/reference/operators/gla.md has the mathematics.
 """
 
 from torch import Tensor
@@ -49,24 +49,24 @@ def gla(
         q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
         k: keys (B, T, H, K), of q's dtype.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
-        log_decay: log f (B, T, H, K), fp32 or fp64 whatever q's dtype, at most 0; -inf forgets the channel. How
-            strong the decays are decides about speed only: all of them give finite and accurate results.
+        log_decay: log f (B, T, H, K), fp32 or fp64 for any dtype of q, at most 0; -inf forgets the channel. The
+            strength of the decays affects the speed alone: all values give finite and accurate results.
         initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
             None. Only the first document of a row reads it.
         output_final_state: also return the state after each row's last token.
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start
             included. No state passes from one document to the next.
-        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
-            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+        chunk_size: tokens per chunk of the chunked form; affects its speed alone.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": the
+            value of ``set_default_backend``, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state (B, H, K, V), fp32 (fp64 for fp64
         inputs).
 
     Raises:
-        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
-            values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs little.
+        UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of
+            log_decay and cu_seqlens are checked on a CPU only: on a GPU a read would stall the stream.
     """
     check_inputs(q, k, v)
     _check_decay(log_decay, q)

@@ -1,8 +1,7 @@
 """The chunks of gated linear attention's rows, in batches: loads, masks of documents, and states.
 
-Names of shapes: B rows, T tokens, H heads, K key width, V value width. A row is cut into chunks of C tokens,
-the last one shorter; L is the number of tokens of the chunk at hand. G neighbours, a chunk batch, are
-computed at once.
+Names of shapes: B rows, T tokens, H heads, K key width, V value width. A row is cut into chunks of C tokens, the last
+one shorter; L is the number of tokens of the current chunk. G neighbours, a chunk batch, are computed at once.
 """
 
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from lightscale.kernels.common.chunks import Chunks, cut_rows
 from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.gla.decays import LOG_ZERO, GLADecays, Sums, chunk_sums
 
-# Elements of one operand of a chunk batch: 0.25 MiB in fp32, because the states of the batch, K / C times as
-# large, must stay in the cache too (docs/reference/operators/gla.md, "What was tried").
+# Elements of one operand of a chunk batch: 0.25 MiB in fp32. The states of the batch, K / C times as large, must stay
+# in the cache too (docs/reference/operators/gla.md, "What was tried").
 _BATCH_ELEMENTS = 2**16
 
 # A batch has at least this many tokens of each row, because the backward keeps one state per batch.
@@ -24,7 +23,7 @@ _BATCH_TOKENS = 128
 
 
 class GLAMasks(NamedTuple):
-    """Which tokens of a chunk batch belong together, where a document begins in one of the chunks."""
+    """Masks of the tokens of one document in a chunk batch, for batches in which a document begins."""
 
     begins: Tensor  # (G, B, 1, L, 1): a document begins at the token
     incoming: Tensor  # (G, B, 1, L, 1): the token continues the document of the state that enters its chunk
@@ -39,8 +38,8 @@ class GLAMasks(NamedTuple):
 class GLAChunkBatch(Chunks):
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
-    Tensors of a batch are (G, B, H, L, width), contiguous. Resets select instead of multiplying by zero, so
-    that a state that overflowed in one document gives no NaN in the next.
+    Tensors of a batch are (G, B, H, L, width), contiguous. Resets select instead of multiplying by zero: a state that
+    overflowed in one document gives no NaN in the next.
     """
 
     sums: Sums
@@ -48,7 +47,7 @@ class GLAChunkBatch(Chunks):
 
     def load(self, x: Tensor) -> Tensor:
         """A copy (never a view) of this batch's tokens of x (B, T, H, width), in the arithmetic's dtype."""
-        # Chunks first, because states go from chunk to chunk and each one must be contiguous.
+        # Chunks first: states pass from chunk to chunk, and each state must be contiguous.
         return self._copy(self.tokens(x).permute(1, 0, 3, 2, 4))
 
     def store(self, out: Tensor, x: Tensor) -> None:
@@ -56,7 +55,7 @@ class GLAChunkBatch(Chunks):
         self.tokens(out).permute(1, 0, 3, 2, 4).copy_(x)
 
     def _load_rows(self, x: Tensor) -> Tensor:
-        """As ``load``, but (B, H, G, L, width), so that the tokens of a row stay together."""
+        """``load`` in the order (B, H, G, L, width), in which the tokens of a row stay together."""
         return self._copy(self.tokens(x).permute(0, 3, 1, 2, 4))
 
     def _copy(self, x: Tensor) -> Tensor:
@@ -72,17 +71,17 @@ class GLAChunkBatch(Chunks):
         return scores if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
 
     def incoming_(self, x: Tensor) -> Tensor:
-        """Clear the rows of x that do not see the state which enters their chunk, in place."""
+        """Zero the rows of x (G, B, H, L, width) that do not read the state that enters their chunk, in place."""
         return x if self.masks is None else x.masked_fill_(~self.masks.incoming, 0.0)
 
     def outgoing_(self, x: Tensor) -> Tensor:
-        """Clear the rows of x that have no part in the state which leaves their chunk, in place."""
+        """Zero the rows of x (G, B, H, L, width) that have no part in the state that leaves their chunk, in place."""
         return x if self.masks is None else x.masked_fill_(~self.masks.outgoing, 0.0)
 
     def scan(self, k_out: Tensor, v: Tensor, through: Tensor, state: Tensor) -> Tensor:
-        """States (G+1, B, H, K, V) from the one that enters: chunk c turns number c into number c+1.
+        """States (G+1, B, H, K, V), from the entering state: chunk c turns state c into state c+1.
 
-        From keys that are decayed to their chunk's end and cleared by ``outgoing_``.
+        The keys are decayed to their chunk's end and cleared by ``outgoing_``.
         """
         states = state.new_empty(self.num_chunks + 1, *state.shape)
         states[0] = state
@@ -92,9 +91,9 @@ class GLAChunkBatch(Chunks):
         return states
 
     def scan_back(self, q_in: Tensor, do: Tensor, through: Tensor, dstate: Tensor) -> Tensor:
-        """Cotangents (G+1, B, H, K, V) of the states of ``scan``, from that of the one that leaves the batch.
+        """Cotangents (G+1, B, H, K, V) of the states of ``scan``, from the cotangent of the batch's leaving state.
 
-        From queries that are decayed from their chunk's start and cleared by ``incoming_``.
+        The queries are decayed from their chunk's start and cleared by ``incoming_``.
         """
         dstates = dstate.new_empty(self.num_chunks + 1, *dstate.shape)
         dstates[-1] = dstate
@@ -112,28 +111,28 @@ class GLAChunkBatch(Chunks):
     def decay_gradient(
         self, inside: Tensor, leaving: Tensor, through: Tensor, states: Tensor, dstates: Tensor
     ) -> Tensor:
-        """dlog_decay (G, B, H, L, K) of the batch's tokens; spoils ``inside``.
+        """dlog_decay (G, B, H, L, K) of the batch's tokens; overwrites ``inside``.
 
         Args:
-            inside: q ⊙ dq - k ⊙ dk without the part of dk that is ``leaving`` (G, B, H, L, K).
+            inside: (G, B, H, L, K), q ⊙ dq - k ⊙ dk without the part of dk in ``leaving``.
             leaving: k ⊙ dk by the states that leave the chunks.
             through: the decays through the chunks (G, B, H, K, 1).
             states: the states that enter the chunks (G, B, H, K, V).
             dstates: the cotangents of the states that leave the chunks (G, B, H, K, V).
         """
-        # What goes through the whole chunk meets all its decays.
+        # All decays of the chunk act on the part through the whole chunk.
         passing = (states * dstates).sum(-1, keepdim=True).mul_(through).mT
         earlier = self.outgoing_(self.sums.after.mT @ leaving)
         if self.masks is None:
             return (self.sums.upto.mT @ inside).add_(passing).add_(earlier)
-        # Not a product with zeros, because another document's tokens may be Inf.
+        # Not a product with zeros: another document's tokens may be Inf.
         for t in range(self.chunk_tokens - 2, -1, -1):
             inside[..., t, :] += inside[..., t + 1, :].masked_fill(self.masks.begins[..., t + 1, :], 0.0)
         inside.add_(passing.masked_fill_(~self.masks.through, 0.0)).add_(earlier)
         return inside.masked_fill_(self.masks.begins, 0.0)
 
     def leave(self, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
-        """The state that leaves the batch when ``state`` (B, H, K, V) enters it, without those in between.
+        """The state that leaves the batch when ``state`` (B, H, K, V) enters it, without the states between chunks.
 
         k, v and log_decay are whole rows (B, T, H, width).
         """
@@ -144,7 +143,7 @@ class GLAChunkBatch(Chunks):
         return self._pass_on(sums.exp_(), later[:, :, 0], k, v, state, to_end=True)
 
     def leave_back(self, q: Tensor, do: Tensor, log_decay: Tensor, dstate: Tensor) -> Tensor:
-        """The cotangent of the state that enters the batch, from ``dstate`` of the one that leaves it.
+        """The cotangent of the state that enters the batch, from the cotangent ``dstate`` of the state that leaves it.
 
         q, do and log_decay are whole rows (B, T, H, width).
         """
@@ -155,10 +154,10 @@ class GLAChunkBatch(Chunks):
         return self._pass_on(sums.exp_(), earlier[:, :, -1], q, do, dstate, to_end=False)
 
     def _pass_on(self, decays: Tensor, total: Tensor, x: Tensor, y: Tensor, running: Tensor, *, to_end: bool) -> Tensor:
-        """Σ_t decay_t x_t y_tᵀ over the kept tokens, and what one document passes through the batch."""
+        """Σ_t decay_t x_t y_tᵀ over the kept tokens, plus the state that one document passes through the batch."""
         x = decays.mul_(self._load_rows(x)).flatten(2, 3)
         y = self._load_rows(y).flatten(2, 3)
-        # One decay from each token to the border of the batch: a sum of terms of one sign, whatever their number.
+        # One decay from each token to the border of the batch: a sum of terms of one sign for any number of terms.
         through = total.exp().unsqueeze(-1)
         if self.masks is None:
             return torch.addcmul(x.mT @ y, running, through)
@@ -168,7 +167,7 @@ class GLAChunkBatch(Chunks):
 
 
 def chunk_batches(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> list[GLAChunkBatch]:
-    """Cut the rows into batches of whole chunks, and the rest of T / C into one shorter chunk."""
+    """Cut the rows of q (B, T, H, K) and v (B, T, H, V) into batches of whole chunks, and one shorter chunk."""
     num_rows, num_tokens, num_heads, key_width = q.shape
     chunk_elements = num_rows * num_heads * chunk_size * max(key_width, v.shape[3])
     batch_chunks = max(-(-_BATCH_TOKENS // chunk_size), _BATCH_ELEMENTS // max(1, chunk_elements))

@@ -26,8 +26,8 @@ from lightscale.kernels.common.states import (
 )
 from lightscale.kernels.gla.chunk_batches import GLAChunkBatch, chunk_batches
 
-# Tokens of a chunk. Short, because a chunk takes the slower form by halves once a channel forgets more than e^-60 in
-# it: with 32 tokens an average decay of 0.15 in one channel is enough (docs/reference/operators/gla.md, "What was
+# Tokens of a chunk. A chunk takes the slower form by halves if a channel decays below e^-60 in it. With 32 tokens an
+# average decay of 0.15 in one channel is enough. Hence chunks are short (docs/reference/operators/gla.md, "What was
 # tried").
 DEFAULT_CHUNK_SIZE = 16
 
@@ -38,16 +38,15 @@ def state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None
     """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
 
     Args:
-        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
-            it then takes D as 0.
+        cu_seqlens: (N+1,) or None. A caller whose row begins with a new document takes D as 0.
 
     Returns:
-        S_loc (B, H, K, V), the row's outgoing state from a zero incoming state, and D (B, H, K), the decay from
-        the row's start to its end, or 0 where a document begins inside the row.
+        S_loc (B, H, K, V), the row's outgoing state from a zero incoming state. D (B, H, K), the decay from the row's
+        start to its end, or 0 where a document begins inside the row.
     """
     state = state_or_zeros(None, k, v)
     for batch in chunk_batches(k, v, cu_seqlens, DEFAULT_CHUNK_SIZE):
-        # Whole batches at once: nobody here reads the states between the chunks.
+        # Whole batches at once: this pass does not read the states between the chunks.
         state = batch.leave(k, v, log_decay, state)
     # In fp64, because a sum over a million tokens drifts in fp32.
     through = log_decay.sum(1, dtype=torch.float64).exp().to(state.dtype)
@@ -80,10 +79,9 @@ def out_fwd(
         q_g, k_g, v_g = batch.load(q), batch.load(k), batch.load(v)
         decays = batch.decays(log_decay)
         q_in = q_g * decays.upto
-        # 1 / upto grows up to e^60 in chunks that are not steep; scores of steep ones are replaced by
-        # ``decays.scores``.
+        # 1 / upto grows up to e^60 in chunks that are not steep; ``decays.scores`` replaces the scores of steep chunks.
         o_g = batch.causal_(decays.scores(q_g, k_g, q_in, k_g / decays.upto)) @ v_g
-        # ``load`` copies, so that keys can be decayed in place behind the scores, which need them as they were.
+        # ``load`` copies: after the scores, which read plain keys, the keys can be decayed in place.
         states = batch.scan(batch.outgoing_(k_g.mul_(decays.after)), v_g, decays.through, state)
         o_g.add_(batch.incoming_(q_in @ states[:-1]))
         batch.store(o, o_g)
@@ -97,9 +95,9 @@ def out_fwd(
 def query_grad(
     k: Tensor, v: Tensor, log_decay: Tensor, do: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """dq (B, T, H, K) of ``grad_bwd`` alone, which neither queries nor what leaves the row have a part in.
+    """dq (B, T, H, K) of ``grad_bwd`` alone; queries and the cotangents of the leaving state have no part in it.
 
-    dq_i = S_i do_i: the states read along their values. So it is an operator of its own, of ``../lion/vector.py``.
+    dq_i = S_i do_i: a read of the states along their values. ``../lion/vector.py`` uses this as its operator.
     """
     state = state_or_zeros(S_in, k, v)
     dq = k.new_empty(k.shape)
@@ -151,14 +149,15 @@ class _BatchGradients(NamedTuple):
 def _batch_gradients(
     batch: GLAChunkBatch, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], state: Tensor, dstate: Tensor
 ) -> _BatchGradients:
-    """From (q, k, v, log_decay, do) of the row, the state that enters and the cotangent of the one that leaves."""
+    """The gradients from (q, k, v, log_decay, do) of the row, the entering state, and the leaving state's cotangent."""
     q, k, v, log_decay, do = inputs
     decays = batch.decays(log_decay)
     q, k, v, do = batch.load(q), batch.load(k), batch.load(v), batch.load(do)
     q_in, k_back, k_out = q * decays.upto, k / decays.upto, k * decays.after
     scores = batch.causal_(decays.scores(q, k, q_in, k_back))
     dscores = do @ v.mT
-    # A token reads its own write undecayed: the diagonal goes into dq and dk at the end, and not into dlog_decay.
+    # A token reads its own write undecayed: the diagonal is added to dq and dk at the end, and is no part of
+    # dlog_decay.
     own = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
     batch.causal_(dscores, -1)
     dq, dk = decays.query_gradient(dscores, k, k_back), decays.key_gradient(dscores, q, q_in)
@@ -169,16 +168,16 @@ def _batch_gradients(
     dq.addcmul_(batch.incoming_(do @ states[:-1].mT), decays.upto)
     dk_leaving = batch.outgoing_(v @ dstates[1:].mT).mul_(decays.after)
     dv.add_(batch.outgoing_(k_out @ dstates[1:]))
-    # Before dk gets its part through the state that leaves: of that part a decay meets what was written before it, of
-    # all others what is behind it (docs/reference/operators/gla.md, "dlog_decay").
+    # Before dk gets its part through the leaving state. In that part a decay acts on the writes before it, in all other
+    # parts on the tokens behind it (docs/reference/operators/gla.md, "dlog_decay").
     inside = (q * dq).addcmul_(k, dk, value=-1)
     dk.add_(dk_leaving)
     dlog_decay = batch.decay_gradient(inside, dk_leaving.mul_(k), decays.through, states[:-1], dstates[1:])
-    # Only a chunk with a decay that underflows can be one of these, and there exactly nothing passes.
+    # Only a chunk with a decay that underflows can be one of these; no state passes through it.
     if decays.steep is not None:
         dlog_decay.masked_fill_(batch.load(log_decay).exp_() == 0, 0.0)
-    # No decay is between a token and itself: these parts come last, because in q·dq - k·dk they cancel only up
-    # to rounding, which would swamp the gradient of a strong decay.
+    # No decay lies between a token and itself: these parts come last. In q·dq - k·dk they cancel only up to rounding,
+    # which would swamp the gradient of a strong decay.
     return _BatchGradients(dq.addcmul_(own, k), dk.addcmul_(own, q), dv, dlog_decay, dstates[0].clone())
 
 
@@ -196,7 +195,7 @@ def row_gradients(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[GLAGradients, Tensor]:
-    """The gradients of a row's q, k, v and log_decay, and that of its incoming state.
+    """The gradients of a row's q, k, v, log_decay and incoming state.
 
     Args:
         S_in: the state (B, H, K, V) that entered the row; zero when None.
@@ -204,8 +203,8 @@ def row_gradients(
 
     """
     batches = chunk_batches(q, v, cu_seqlens, chunk_size)
-    # First from left to right, keeping one state per batch; those inside a batch are made again on the way back, so
-    # that what is kept does not grow with the number of chunks.
+    # First from left to right, with one saved state per batch. The way back recomputes the states inside a batch, so
+    # that the memory does not grow with the number of chunks.
     entering = [state_or_zeros(S_in, q, v)]
     for batch in batches[:-1]:
         entering.append(batch.leave(k, v, log_decay, entering[-1]))
@@ -227,7 +226,7 @@ grad_bwd = without_state(row_gradients)
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k, log_decay (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
 
-    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    The state is read and written once, at any position. Autograd differentiates the step.
     """
     dtype = state_dtype(q.dtype)
     write = k.to(dtype).unsqueeze(-1) * v.to(dtype).unsqueeze(-2)
@@ -249,7 +248,7 @@ class ChunkedGLA(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
         q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
         gradients, dS_in = row_gradients(
             q,

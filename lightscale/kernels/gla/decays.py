@@ -12,21 +12,21 @@ from torch import Tensor
 
 from lightscale.kernels.common.states import state_dtype
 
-# Where a chunk's log decays sum to less than this in some channel, the chunk is "steep": exp(g_i) / exp(g_j)
-# could overflow in fp32, or lose keys that are small.
+# A chunk is "steep" if its log decays sum to less than this in some channel: exp(g_i) / exp(g_j) could overflow in
+# fp32, or lose small keys.
 STEEP_LOG_DECAY = -60.0
 
-# Its exp is 0 in fp32 and fp64. It stands for -inf, which would turn 0 · log f in a sum into NaN.
+# Its exp is 0 in fp32 and fp64. It replaces -inf, which would turn 0 · log f in a sum into NaN.
 LOG_ZERO = -1e4
 
 
 class Sums(NamedTuple):
-    """0/1 matrices that sum the log decays of a chunk; the terms of a sum have one sign, so none cancels."""
+    """0/1 matrices that sum the log decays of a chunk; the terms of a sum have one sign and do not cancel."""
 
     upto: Tensor  # (L, L): over the tokens from the chunk's start through i
     after: Tensor  # (L, L): over the tokens behind j, to the chunk's end
-    halves: Tensor  # (levels, L, L): the same inside halves of 1, 2, 4, … tokens, see `Steep`
-    pairs: Tensor  # (levels, L, L): the pairs (i, j) whose decay a level gives
+    halves: Tensor  # (levels, L, L): sums inside halves of 1, 2, 4, … tokens, see `Steep`
+    pairs: Tensor  # (levels, L, L): the pairs (i, j) of each level
 
 
 def chunk_sums(num_tokens: int, like: Tensor) -> Sums:
@@ -47,9 +47,9 @@ def chunk_sums(num_tokens: int, like: Tensor) -> Sums:
 class Steep:
     """The steep chunks of a batch, M of its G·B·H. Decays between tokens come from halves of the chunk.
 
-    The tokens of a pair j < i are in two neighbouring halves, of 1, 2, 4, … tokens, at exactly one level. Their
-    decay there is decays[i] · decays[j]: from the border of the halves through i, and from behind j to the border.
-    Both are at most 1, and no two sums are subtracted.
+    The tokens of a pair j < i are in two neighbouring halves, of 1, 2, 4, … tokens, at exactly one level. Their decay
+    is decays[i] · decays[j]: from the border of the halves through i, and from behind j to the border. Both factors are
+    at most 1, and no sums are subtracted.
     """
 
     chunks: Tensor  # (M,) of range(G·B·H)
@@ -57,17 +57,17 @@ class Steep:
     pairs: Tensor  # (levels, L, L)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Causal scores (M, L, L) of these chunks; q and k (G, B, H, L, K) are those of the whole batch."""
+        """Causal scores (M, L, L) of the steep chunks; q and k (G, B, H, L, K) are the whole batch's."""
         q, k = self._of(q), self._of(k)
         by_level = (q[:, None] * self.decays) @ (k[:, None] * self.decays).mT
         return by_level.masked_fill_(~self.pairs, 0.0).sum(1) + torch.diag_embed((q * k).sum(-1))
 
     def query_gradient(self, dscores: Tensor, k: Tensor) -> Tensor:
-        """dq (M, L, K) of these chunks, from the part of dscores (G, B, H, L, L) below the diagonal."""
+        """dq (M, L, K) of the steep chunks, from the part of dscores (G, B, H, L, L) below the diagonal."""
         return (self._by_level(dscores) @ (self._of(k)[:, None] * self.decays)).mul_(self.decays).sum(1)
 
     def key_gradient(self, dscores: Tensor, q: Tensor) -> Tensor:
-        """dk likewise."""
+        """dk in the shape of dq, from the same dscores."""
         return (self._by_level(dscores).mT @ (self._of(q)[:, None] * self.decays)).mul_(self.decays).sum(1)
 
     def _by_level(self, dscores: Tensor) -> Tensor:
@@ -84,11 +84,11 @@ class GLADecays:
     upto: Tensor  # (G, B, H, L, K): from the chunk's start through token i
     after: Tensor  # (G, B, H, L, K): behind token j, to the chunk's end
     through: Tensor  # (G, B, H, K, 1): through the whole chunk
-    steep: Steep | None  # None where no chunk is
+    steep: Steep | None  # None if no chunk is steep
 
     @classmethod
     def of(cls, logs: Tensor, sums: Sums) -> "GLADecays":
-        """From finite log decays (G, B, H, L, K). On a GPU, asking whether a chunk is steep waits for the device."""
+        """Decays from finite log decays (G, B, H, L, K). On a GPU the test for steep chunks waits for the device."""
         upto, after = sums.upto @ logs, sums.after @ logs
         total = upto[..., -1, :].clone()
         is_steep = total.amin(-1).flatten() < STEEP_LOG_DECAY
@@ -100,9 +100,9 @@ class GLADecays:
         return cls(upto=upto.exp_(), after=after.exp_(), through=total.exp_().unsqueeze(-1), steep=steep)
 
     def scores(self, q: Tensor, k: Tensor, q_in: Tensor, k_back: Tensor) -> Tensor:
-        """q_i · (decay from j to i) · k_j (G, B, H, L, L) for j ≤ i; what stands above the diagonal is void.
+        """q_i · (decay from j to i) · k_j (G, B, H, L, L) for j ≤ i; elements above the diagonal have no meaning.
 
-        From q and k, q_in = q ⊙ upto and k_back = k / upto.
+        The arguments are q and k, q_in = q ⊙ upto and k_back = k / upto.
         """
         scores = q_in @ k_back.mT
         if self.steep is not None:
@@ -117,7 +117,7 @@ class GLADecays:
         return dq
 
     def key_gradient(self, dscores: Tensor, q: Tensor, q_in: Tensor) -> Tensor:
-        """dk likewise."""
+        """dk in the shape of dq, from the same dscores."""
         dk = (dscores.mT @ q_in).div_(self.upto)
         if self.steep is not None:
             dk.flatten(0, 2)[self.steep.chunks] = self.steep.key_gradient(dscores, q)

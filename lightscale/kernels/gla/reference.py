@@ -17,8 +17,8 @@ def gla_reference(
 ) -> tuple[Tensor, Tensor]:
     """S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t, the recurrence written out.
 
-    Arguments and results are those of ``gla``. Everything is computed in the dtype of the inputs, so fp64
-    inputs give an fp64 oracle, and autograd differentiates it. The chunked form shares none of it.
+    Arguments and results are those of ``gla``. All arithmetic has the dtype of the inputs: fp64 inputs give an fp64
+    oracle. Autograd differentiates it. The chunked form shares no code with it.
     """
     state = k.new_zeros(*k.shape[0::2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
 

@@ -16,7 +16,7 @@ __all__ = ["glu", "glu_reference"]
 
 
 class _Backend(Protocol):
-    """What a backend gives; see ``eager``."""
+    """Functions of a backend; see ``eager``."""
 
     def glu_fwd(self, x: Tensor, activation: str) -> Tensor: ...
 
@@ -24,7 +24,7 @@ class _Backend(Protocol):
 
 
 class _GLU(torch.autograd.Function):
-    """Saves the projection and nothing else."""
+    """The activation with its gradient; saves the projection alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, backend: _Backend) -> Tensor:
@@ -42,10 +42,10 @@ class _GLU(torch.autograd.Function):
 def glu(x: Tensor, activation: str = "none", *, backend: str = AUTO) -> Tensor:
     """activation(gate) ⊙ up of a projection x = [gate; up], differentiable.
 
-    Computed in fp32 for half precision and rounded once.
+    Half precision is computed in fp32 and rounded once.
 
     Args:
-        x: (..., 2 F), fp16, bf16, fp32 or fp64: the gate's F columns, then those of what it multiplies.
+        x: (..., 2 F), fp16, bf16, fp32 or fp64: the gate's F columns, then the F columns that the gate multiplies.
         activation: "none", "sigmoid" or "silu", of the gate.
         backend: "auto", "triton", "chunked" (PyTorch's operators, in no chunks here), "reference" (by autograd).
 
@@ -53,10 +53,10 @@ def glu(x: Tensor, activation: str = "none", *, backend: str = AUTO) -> Tensor:
         (..., F) in x's dtype.
 
     Raises:
-        UserError: a shape, dtype, activation or backend that does not fit; the message names the argument.
+        UserError: a shape, dtype, activation or backend does not fit; the message names the argument.
     """
     if x.dim() < 1 or x.shape[-1] % 2:
-        raise UserError(f"x must be (..., 2 F), a gate and what it multiplies, got shape {tuple(x.shape)}")
+        raise UserError(f"x must be (..., 2 F), a gate and the columns it multiplies, got shape {tuple(x.shape)}")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise UserError(f"x must be fp16, bf16, fp32 or fp64, got {x.dtype}")
     check_activation("activation", activation)

@@ -1,4 +1,4 @@
-"""Activations of gates, with their derivatives: what norms with a gate and gated linear units share."""
+"""Activations of gates, with their derivatives, for norms with a gate and for gated linear units."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def activate_bwd(x: Tensor, dvalue: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activation of x, and the gradient of x by that of the activation, ``dvalue``, of x's dtype."""
+    """The activation of x (any shape), and dx from the activation's cotangent ``dvalue``, of x's dtype."""
     value = activate(x, activation)
     if activation == "none":
         return value, dvalue

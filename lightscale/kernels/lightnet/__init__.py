@@ -1,8 +1,8 @@
 """LightNet's operator: linear attention with additive decay, a running softmax average over the past.
 
 z_t = logaddexp(z_{t-1}, k_t), k̄_t = exp(k_t - z_t), S_t = diag(1 - k̄_t) S_{t-1} + φ(k̄_t) v_tᵀ, o_t = S_tᵀ φ(q_t)
-(LightNet, equation 7; φ is LRPE, or nothing). ``lightnet_attention`` is the operator, ``lightnet_noncausal`` its form
-over whole documents; sequence parallelism and generation are built from the passes beside them.
+(LightNet, equation 7; φ is LRPE or the identity). ``lightnet_attention`` is the operator, ``lightnet_noncausal`` its
+form over whole documents. Sequence parallelism and generation use the passes in this package.
 docs/reference/operators/lightnet.md has the mathematics.
 """
 
@@ -92,11 +92,11 @@ def lightnet_attention(
 
     Args:
         q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
-        k: log-keys (B, T, H, K), of q's dtype, of any size: no exponential of theirs exceeds 1. A key of -inf
-            writes nothing, which makes padding of it.
+        k: log-keys (B, T, H, K), of q's dtype, of any size: the operator computes no exponential above 1. A key of
+            -inf writes 0, as padding needs.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
-        angles: theta (H, K) and positions (B, T) of LRPE, by which queries and normalised keys become [x cos, x sin] as
-            they are read, never in memory, and the state has 2K rows; theta may require a gradient. None for none.
+        angles: theta (H, K) and positions (B, T) of LRPE. Queries and normalised keys become [x cos, x sin] as they are
+            read, never in memory. The state then has 2K rows; theta may require a gradient. None: no angles.
         initial_state: z (B, H, K) and S (B, H, R, V) that enter each row, R = K or 2K, fp32 (fp64 for fp64
             inputs); empty when None. Only the first document of a row reads it.
         output_final_state, cu_seqlens, chunk_size, backend: as in ``gla``.
@@ -105,8 +105,8 @@ def lightnet_attention(
         The outputs (B, T, H, V) in v's dtype, and None or the final state, fp32 (fp64 for fp64 inputs).
 
     Raises:
-        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
-            values of cu_seqlens are checked on a CPU only, where reading them costs nothing.
+        UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of
+            cu_seqlens are checked on a CPU only: on a GPU a read would stall the stream.
     """
     check_inputs(q, k, v)
     check_angles(angles, q)
@@ -133,10 +133,10 @@ def lightnet_noncausal(
     cu_seqlens: Tensor | None = None,
     backend: str = AUTO,
 ) -> Tensor:
-    """Additive decay over whole documents: every token reads S = Σ_i φ(softmax_i(k)_i) v_iᵀ, made in one scan.
+    """Additive decay over whole documents: every token reads S = Σ_i φ(softmax_i(k)_i) v_iᵀ, the result of one scan.
 
     (LightNet, equation 8.) Arguments, result and errors are those of ``lightnet_attention``; without cu_seqlens a row
-    is one document. Where it is on the host, a GPU is not waited for.
+    is one document. With cu_seqlens on the host, the call does not wait for a GPU.
     """
     check_inputs(q, k, v)
     check_angles(angles, q)

@@ -33,7 +33,7 @@ from lightscale.kernels.lightnet.state import (
     plain_cotangent,
 )
 
-# Tokens of a chunk, before those in which z rises too far are halved (``factors.py``).
+# Tokens of a chunk; chunks in which z rises too far are halved (``factors.py``).
 DEFAULT_CHUNK_SIZE = 64
 
 
@@ -43,7 +43,7 @@ def rotate(x: Tensor, phases: Phases | None) -> Tensor:
         return x
     width = x.shape[-1]
     rotated = x.new_empty(*x.shape[:-1], 2 * width)
-    # Written in place: two products and their concatenation would pass twice over memory.
+    # In place: two products and their concatenation would pass over memory twice.
     for half, phase in zip(rotated.split(width, dim=-1), phases, strict=True):
         torch.mul(x, phase, out=half)
     return rotated
@@ -58,14 +58,14 @@ def rotate_back(x: Tensor, phases: Phases | None) -> Tensor:
 
 
 def turning(x: Tensor, dfeatures: Tensor, phases: Phases) -> Tensor:
-    """The gradient of each angle, (*, K), by that of φ(x): x ⊙ (cos ⊙ d sin half - sin ⊙ d cos half)."""
+    """The gradient (*, K) of each angle, from the gradient of φ(x): x ⊙ (cos ⊙ d sin half - sin ⊙ d cos half)."""
     first, second = dfeatures.chunk(2, dim=-1)
     return x * torch.addcmul(second * phases[0], first, phases[1], value=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The keys and values of a row, and the walk over them that every pass takes."""
+    """The keys and values of a row, and the scan over them that all passes share."""
 
     k: Tensor
     v: Tensor
@@ -82,17 +82,17 @@ class _Row:
         return self.k.shape[3] * (1 if self.angles is None else 2)
 
     def entering(self, state: LightNetState | None) -> LightNetState:
-        """The state that enters, zero where it is empty, whatever stood there."""
+        """The state that enters the row, with S = 0 where the state is empty."""
         if state is None:
             num_rows, _, num_heads, key_width = self.k.shape
             sizes = (num_rows, num_heads, key_width, self.state_rows, self.v.shape[3])
             return empty_state(*sizes, dtype=self.dtype, device=self.k.device)
-        # Selected: where z is -inf nothing was written, and S may hold anything.
+        # Selected: where z is -inf, S may hold any value.
         z, S = state.z.to(self.dtype), state.S.to(self.dtype)
         return LightNetState(z, S.masked_fill(by_row(z == -torch.inf, self.state_rows), 0.0))
 
     def walk(self, z: Tensor) -> Iterator[LightNetChunkBatch]:
-        """The chunk_batches, from left to right, behind a state of z."""
+        """The chunk batches from left to right, behind a state with ``z``."""
         width = max(self.state_rows, self.v.shape[3])
         return chunk_batches(self.k, z, self.documents, width=width, chunk_size=self.chunk_size, dtype=self.dtype)
 
@@ -113,7 +113,7 @@ class _Row:
         return torch.einsum("bgl,bghlk->hk", positions, of_angles.double())
 
     def scan_states(self, batch: LightNetChunkBatch, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-        """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the one that leaves."""
+        """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the state that leaves."""
         states = batch.outgoing(keys).mT @ v
         return states, batch.scan_(states, S)
 
@@ -132,11 +132,10 @@ def state_fwd(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[LightNetState, Tensor]:
-    """The summary of a row for the ranks behind it: ``merge(entering, local, through)`` is what leaves it.
+    """The summary of a row for the ranks behind it: ``merge(entering, local, through)`` is the state that leaves.
 
     Args:
-        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
-            it then takes ``through`` as 0.
+        cu_seqlens: (N+1,) or None. A caller whose row begins with a new document takes ``through`` as 0.
 
     Returns:
         The row's outgoing state (z_loc, S_loc) from an empty one, and ``through`` (B,) in the states' dtype: 1,
@@ -187,7 +186,7 @@ def out_fwd(
 
 
 class _Reads(NamedTuple):
-    """What the queries of a batch pass back."""
+    """Intermediate results of a batch's queries in the backward pass."""
 
     queries: Tensor  # (B, G, H, L, R): φ(q e^{r - z})
     keys: Tensor  # (B, G, H, L, R): φ(e^{k - r})
@@ -204,8 +203,8 @@ def _read_gradients(
     dscores = batch.causal_(do @ v.mT)
     dqueries = dscores @ keys
     batch.add_incoming_(dqueries, do, states.mT)
-    # z_t is met through reads_t alone, and reads ∂/∂reads = q ∂/∂q: hence ``losses`` from q ⊙ dq, with no gradient of a
-    # logarithm.
+    # Outputs depend on z_t through reads_t alone, and reads ∂/∂reads = q ∂/∂q: hence ``losses`` from q ⊙ dq, without
+    # the gradient of a logarithm.
     dq = rotate_back(dqueries, phases).mul_(batch.reads)
     return _Reads(queries, keys, dscores, dqueries, dq, (q * dq).mul_(batch.reads))
 
@@ -224,8 +223,7 @@ def _states_by_batch(row: _Row, state: LightNetState) -> list[tuple[LightNetChun
 def _scan_cotangents(
     batch: LightNetChunkBatch, reads: _Reads, do: Tensor, running: StateCotangent
 ) -> tuple[StateCotangent, StateCotangent]:
-    """The cotangents of the states that leave the chunks, in units of their references, and of what enters the
-    batch."""
+    """Cotangents of the chunks' leaving states, in units of their references, and of the batch's entering state."""
     by_chunk = StateCotangent(U=batch.incoming(reads.queries).mT @ do, R=batch.incoming(reads.losses).sum(-2))
     U = batch.scan_(by_chunk.U, running.U, reverse=True)
     R = batch.scan_(by_chunk.R, running.R, reverse=True)
@@ -244,11 +242,11 @@ def state_bwd(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> StateCotangent:
-    """The cotangent (U, R) of a row's incoming state that comes from the row's own outputs.
+    """The cotangent U (B, H, R, V) and R (B, H, K) of a row's incoming state, by the row's own outputs.
 
-    The whole cotangent is this plus the cotangent that leaves, scaled by ``passed_share``.
-    A caller whose row begins with a new document takes it as 0. R needs the gradient of the queries, hence the
-    keys, the values and the incoming state; arguments as those of ``out_fwd``.
+    The whole cotangent is the result plus the cotangent of the leaving state, scaled by ``passed_share``. A caller
+    whose row begins with a new document takes 0. R needs the gradient of the queries, hence the keys, the values and
+    the incoming state. Arguments are those of ``out_fwd``.
     """
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
@@ -262,13 +260,13 @@ def state_bwd(
 
 
 class LightNetGradients(NamedTuple):
-    """LightNetGradients of a row's inputs, each of its input's shape."""
+    """Gradients of a row's inputs, each of its input's shape."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     theta: Tensor | None
-    """(H, K) fp64, None unless asked for; ranks add up."""
+    """(H, K) fp64, None unless requested; the caller sums it over ranks."""
 
 
 @torch.no_grad()
@@ -285,12 +283,12 @@ def row_gradients(
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[LightNetGradients, StateCotangent]:
-    """The gradients of a row's q, k and v, in their dtypes, and of theta, if asked for; and that of its incoming state.
+    """The gradients of a row's q, k and v, in their dtypes, of its incoming state and, on request, of theta.
 
     Args:
         state_in: the state that entered the row; empty when None.
-        cotangent: (dS, ρ) of the state that left it, in the form that is passed on, or a function that waits for
-            it; zero when None.
+        cotangent: (dS, ρ) of the state that left it, in the exchanged form, or a function that waits for it; zero when
+            None.
         with_theta: compute dtheta; needs angles.
     """
     with torch.autocast(q.device.type, enabled=False):
@@ -301,7 +299,7 @@ def row_gradients(
         by_batch = _states_by_batch(row, entering)
         running = arrived(cotangent) or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         while by_batch:
-            # Popped, so that weights and states of a batch are freed as soon as it has been passed.
+            # Popped, so that a batch's weights and states are freed after their use.
             batch, states = by_batch.pop()
             q_g, v_g, do_g = (row.load(batch, x) for x in (q, v, do))
             phases_g = row.load_phases(batch)
@@ -312,10 +310,10 @@ def row_gradients(
             batch.add_outgoing_(dkeys, v_g, leaving.U.mT)
             if dtheta is not None:
                 assert phases_g is not None, "angles"
-                # z does not depend on them: only φ does.
+                # z does not depend on the angles: only φ does.
                 of_angles = turning(q_g * batch.reads, reads.dqueries, phases_g)
                 dtheta += row.angle_gradient(batch, of_angles + turning(batch.writes, dkeys, phases_g))
-            # A key raises z of all later tokens of its document, and so takes weight from what they read.
+            # A key raises z of all later tokens of its document, and so reduces the weights of their reads.
             lost = batch.suffix_sums(reads.losses) + batch.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
             dk_g = rotate_back(dkeys, phases_g).sub_(lost).mul_(batch.writes)
 
@@ -334,13 +332,13 @@ def recurrent_step(
 ) -> tuple[Tensor, LightNetState]:
     """One token: q, k (B, H, K), v (B, H, V), angles with positions (B,) → o (B, H, V) and the next state.
 
-    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    The state is read and written once, at any position. Autograd differentiates the step.
     """
     dtype = state_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
         phases = None if angles is None else phases_of(angles, dtype)
         q_wide, k_wide, v_wide = q.to(dtype), k.to(dtype), v.to(dtype)
-        # By itself a token's weight is 1 in every channel.
+        # The state of a single token has weight 1 in every channel.
         token = LightNetState(k_wide, features(torch.ones_like(k_wide), phases).unsqueeze(-1) * v_wide.unsqueeze(-2))
         state = merge(state, token)
         o = (features(q_wide, phases).unsqueeze(-2) @ state.S).squeeze(-2)
@@ -364,7 +362,7 @@ class ChunkedLightNetAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
         q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
         angles = angles_of(theta, positions)
         do = torch.zeros_like(v) if do is None else do

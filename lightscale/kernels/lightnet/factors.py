@@ -1,9 +1,9 @@
 """LightNet's operator by chunks: inside a chunk, the weight e^{k_s - z_t} of a pair is a product of two factors.
 
-e^{k_s - z_t} = e^{k_s - r} e^{r - z_t} for any reference point r of the chunk and channel, so that after one
-pass of weights everything is a matrix product without decay. Only e^{r - z_t} can exceed 1, by as much as z
-rises inside the chunk; chunks in which it rises too far are halved until it does not, at the latest at single
-tokens. Names of shapes: B rows, T tokens, H heads, K key width, L tokens of a chunk, G neighbouring chunks.
+e^{k_s - z_t} = e^{k_s - r} e^{r - z_t} for any reference point r of the chunk and channel. So after one pass of weights
+all work is matrix products without decay. Only e^{r - z_t} can exceed 1, by the rise of z inside the chunk. Chunks in
+which z rises too far are halved, down to single tokens at most. Names of shapes: B rows, T tokens, H heads, K key
+width, L tokens of a chunk, G neighbouring chunks.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows
 
-# How far z may rise inside a chunk: e^60 times a query stays far from fp32's largest number, e^88.
+# Largest rise of z inside a chunk: e^60 times a query stays far from fp32's largest number, e^88.
 MAX_RISE = 60.0
 _LEAST_WEIGHT = math.exp(-MAX_RISE)
 
-# Stands for -inf where a difference of two of them would be NaN; below every key that makes sense.
+# Replaces -inf where a difference of two infinities would be NaN; below every meaningful key.
 _LOWEST = -1e30
 
 # Elements of one operand of a batch: 0.5 MiB in fp32, so that its operands stay in the second-level cache.
@@ -30,14 +30,14 @@ _BATCH_ELEMENTS = 2**17
 class LightNetChunkBatch:
     """Neighbouring chunks of equal length of every row, with the weights of their keys and queries.
 
-    Resets select instead of multiplying by zero, so that what overflowed in one document gives no NaN in the next.
+    Resets select instead of multiplying by zero: an overflow in one document gives no NaN in the next.
     """
 
     cut: Chunks
     masks: ChunkMasks | None
-    """Of its pairs, only those whose second token is not the later one."""
+    """Masks of documents; ``pairs`` holds only pairs whose second token is not the later one."""
     writes: Tensor  # (B, G, H, L, K): e^{k_s - r}, at most 1
-    reads: Tensor  # (B, G, H, L, K): e^{r - z_t}, at most e^MAX_RISE; 0 where nothing was written yet
+    reads: Tensor  # (B, G, H, L, K): e^{r - z_t}, at most e^MAX_RISE; 0 before the first write
     enter: Tensor  # (B, G, H, K): e^{z - r} of the state that enters the chunk, at most 1
     leave: Tensor  # (B, G, H, K): e^{r - z} of the state that leaves it
     z_end: Tensor  # (B, H, K), fp64: z after the last chunk
@@ -47,19 +47,19 @@ class LightNetChunkBatch:
         return scores.tril_() if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
 
     def incoming(self, x: Tensor) -> Tensor:
-        """x (B, G, H, L, width), 0 at tokens that do not read the state which enters their chunk."""
+        """x (B, G, H, L, width), 0 at tokens that do not read the state that enters their chunk."""
         return x if self.masks is None else x.masked_fill(~self.masks.incoming, 0.0)
 
     def outgoing(self, x: Tensor) -> Tensor:
-        """x (B, G, H, L, width), 0 at tokens that are not part of the state which leaves their chunk."""
+        """x (B, G, H, L, width), 0 at tokens that are not part of the state that leaves their chunk."""
         return x if self.masks is None else x.masked_fill(~self.masks.outgoing, 0.0)
 
     def add_incoming_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state at the tokens that read the state which enters their chunk."""
+        """out (B, G, H, L, V) += x (B, G, H, L, R) @ state at the tokens that read their chunk's entering state."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.incoming)
 
     def add_outgoing_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state at the tokens that are part of the state which leaves their chunk."""
+        """out (B, G, H, L, V) += x (B, G, H, L, R) @ state at the tokens in their chunk's leaving state."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.outgoing)
 
     def suffix_sums(self, x: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class LightNetChunkBatch:
     def scan_(self, shares: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
         """Pass a state, or the cotangent of one, through the chunks.
 
-        ``shares`` (B, G, H, *) is what each chunk adds, in units of its reference point; it is overwritten with
-        what the chunk receives, in the same units: forward the state that enters it, in reverse the cotangent
-        of the state that leaves it. Returns what is passed on.
+        ``shares`` (B, G, H, *) holds each chunk's share, in units of its reference point. The call overwrites it, in
+        the same units: forward with the state that enters the chunk, in reverse with the cotangent of the state that
+        leaves it. Returns the state behind the last chunk.
         """
         first, second = (self.leave, self.enter) if reverse else (self.enter, self.leave)
         first, second = (_like(x, shares) for x in (first, second))
@@ -119,16 +119,16 @@ def chunk_batches(
 
     Args:
         k: log-keys.
-        z: that of the state which enters the rows.
+        z: z of the state that enters the rows.
         documents: (B, T), the number of each token's document in its row; None when no document begins inside.
-        width: of the widest operand, which decides how many chunks are computed at once.
+        width: width of the widest operand, which sets the number of chunks per batch.
         chunk_size: tokens of a chunk.
-        dtype: of the arithmetic.
+        dtype: dtype of the arithmetic.
     """
     num_rows, num_tokens, num_heads = k.shape[:3]
     most_chunks = max(1, _BATCH_ELEMENTS // (num_rows * num_heads * chunk_size * width))
     cuts = cut_rows(num_tokens, chunk_size, most_chunks)
-    # A stack, because a batch in which z rises too far is replaced by its parts.
+    # A stack, because the parts of a batch in which z rises too far replace it.
     cuts.reverse()
     z = z.double()
     while cuts:
@@ -164,7 +164,7 @@ def _weigh(
     k = cut.copied(k, dtype)
     largest = k.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
     writes = (k - largest.unsqueeze(-2)).exp_()
-    # 1 / reads: sums of positive terms, so that no weight needs a logarithm per token.
+    # 1 / reads: sums of positive terms; no weight needs a logarithm per token.
     sums = writes.cumsum(-2) if masks is None else masks.pairs.to(dtype) @ writes
 
     local = largest.double() + sums[..., -1, :].double().log()
@@ -177,7 +177,7 @@ def _weigh(
             z = z.masked_fill(~masks.through[:, chunk, :, 0], -torch.inf)
         z = torch.logaddexp(z, local[:, chunk])
 
-    # At least the largest key and what entered: then writes and enter are at most 1, and only reads can be large.
+    # At least the largest key and the entering z: then writes and enter are at most 1, and only reads can be large.
     reference = torch.maximum(largest, z_enter.to(dtype))
     enter = (z_enter - reference.double()).exp_().to(dtype)
     rescale = (largest - reference).exp_().unsqueeze(-2)
@@ -201,9 +201,9 @@ def _weigh(
 
 
 def _is_lost(sums: Tensor, k: Tensor, masks: ChunkMasks | None, z_enter: Tensor) -> bool:
-    """Whether some of the sums of weights (B, G, H, L, K) are too small beside the reference point, yet not empty.
+    """Whether some sums of weights (B, G, H, L, K) are too small beside the reference point, yet not empty.
 
-    A single token is its own reference, or the state that enters is: there nothing can be lost.
+    For a single token the reference is its key or the entering z: its sum loses no digits.
     """
     if k.shape[-2] == 1 or sums.amin() >= _LEAST_WEIGHT:
         return False

@@ -1,9 +1,7 @@
-"""The gradient of z of the state that enters a row, in a form in which nothing cancels
-(docs/reference/operators/lightnet.md, "Backward").
+"""The gradient of the entering state's z, without cancellation (docs/reference/operators/lightnet.md, "Backward").
 
-It is asked for where an initial state is learned or differentiated, not in training: what passes between ranks is
-(U, R). Names of shapes: B rows, T tokens, H heads, K key width, V value width, R rows of the state: K, or 2K with
-angles.
+Only a learned or differentiated initial state needs it, not training: ranks exchange (U, R). Names of shapes: B rows, T
+tokens, H heads, K key width, V value width, R rows of the state: K, or 2K with angles.
 """
 
 from collections.abc import Callable
@@ -36,7 +34,7 @@ def initial_z_gradient(
 
     Args:
         state_fwd: this pass of the back-end that computes the row.
-        state_bwd: likewise.
+        state_bwd: this pass of the same back-end.
         q: queries (B, T, H, K).
         k: log-keys (B, T, H, K).
         v: values (B, T, H, V).
@@ -47,7 +45,7 @@ def initial_z_gradient(
         cu_seqlens: (N+1,) or None; only the row's first document reads the state.
     """
     local, through = state_fwd(k, v, angles, cu_seqlens)
-    # With S = 0, R is what the outputs lose of the row's own values as z rises, without what they gain of S.
+    # With S = 0, R is the outputs' loss of the row's own values as z rises, without their gain from S.
     own_R = state_bwd(q, k, v, angles, do, LightNetState(state_in.z, torch.zeros_like(state_in.S)), cu_seqlens).R
     with torch.autocast(q.device.type, enabled=False):
         z, S = state_in
@@ -62,13 +60,13 @@ def initial_z_gradient(
             keys = torch.cat([written[:, None], k[:, tokens].double()], dim=1).logcumsumexp(1)
             written = keys[:, -1]
             rise = keys[:, 1:] - z.double()[:, None]
-            # What is left of the state, times what has been written since: how fast the one falls as z rises.
+            # The share of the state times the share of later writes: the slope of the state's share by z.
             slopes = (rise.sigmoid() * (-rise).sigmoid()).to(S.dtype)
             phases = None if angles is None else phases_of(angles.of(tokens), S.dtype)
             queries = masked(features(q[:, tokens] * slopes, phases), None if kept is None else kept[:, tokens])
             reads += torch.einsum("bthr,bthv->bhrv", queries, do[:, tokens].to(S.dtype))
 
-        # The state that leaves is what is left of the one that entered, and the row's own.
+        # The leaving state is the rest of the entering state plus the row's own.
         left, own = (z - local.z).sigmoid(), (local.z - z).sigmoid()
         passed = (through != 0)[:, None, None]
         reads += torch.where(passed[..., None], by_row(left * own, state_rows) * dS_end, 0.0)

@@ -6,9 +6,9 @@ Two products forward, and backward four, with one sum over tokens:
 
     dS = Σ_t φ(q_t) do_tᵀ     dq_t = φᵀ(S do_t)     dv_i = dSᵀ φ(p_i)     dk_i = p_i ⊙ (φᵀ(dS v_i) - Σ_V S ⊙ dS)
 
-A row may be one rank's part of a sequence. Then the state of its first document also has what comes from before, that
-of its last one what comes from behind, and dS likewise. ``bounds`` are document boundaries on the host, every row start
-included, so that a GPU need not be asked for them; None where every row is one document, or a part of one.
+A row may be one rank's part of a sequence. Then the state of its first document includes tokens before the row, the
+state of its last document tokens behind it. The same holds for dS. ``bounds`` are document boundaries on the host,
+every row start included: no wait for a GPU. None: every row is one document, or a part of one.
 """
 
 from types import ModuleType
@@ -36,13 +36,13 @@ document_states, out_fwd, document_cotangents = dispatch_passes(
 
 
 def _passes(x: Tensor, backend: str) -> ModuleType:
-    """What computes tensors like x: ``noncausal_chunked.py`` or ``triton/whole.py``."""
+    """The module for tensors like x: ``noncausal_chunked.py`` or ``triton/whole.py``."""
     found: ModuleType = implementation("lightnet_noncausal", choose_backend("lightnet_noncausal", x, backend))
     return found
 
 
 class Sides(NamedTuple):
-    """What comes from both sides: from before to each row's first document, from behind to its last one."""
+    """States of tokens outside the rows: before each row in its first document, behind the row in its last one."""
 
     before: LightNetState
     behind: LightNetState
@@ -60,7 +60,7 @@ def row_ends(bounds: Bounds, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def state_fwd(k: Tensor, v: Tensor, angles: Angles | None, bounds: Bounds = None) -> tuple[Sides, Tensor]:
-    """The states of each row's first and last document by themselves, and (B,) 0 where these are two."""
+    """The states of each row's first and last document in the row, and (B,) 0 where the two differ."""
     states = document_states(k, v, angles, bounds)
     first, last = row_ends(bounds, k)
     sides = Sides(*(LightNetState(states.z[index], states.S[index]) for index in (first, last)))
@@ -68,7 +68,7 @@ def state_fwd(k: Tensor, v: Tensor, angles: Angles | None, bounds: Bounds = None
 
 
 def total_states(own: LightNetState, sides: Sides | None, bounds: Bounds, x: Tensor) -> LightNetState:
-    """``own`` states of documents with what comes from both sides of the rows of x (B, T, …)."""
+    """``own`` states of documents merged with the states from both sides of the rows of x (B, T, …)."""
     z, S = own
     if sides is not None:
         for index, entering in zip(row_ends(bounds, x), sides, strict=True):
@@ -78,7 +78,7 @@ def total_states(own: LightNetState, sides: Sides | None, bounds: Bounds, x: Ten
 
 
 def state_bwd(q: Tensor, do: Tensor, angles: Angles | None, bounds: Bounds = None) -> tuple[Tensor, Tensor]:
-    """The cotangents (B, H, R, V) of what enters each row from before and from behind, by the row's own outputs."""
+    """The cotangents (B, H, R, V) of the states that enter each row from both sides, by the row's own outputs."""
     own = document_cotangents(q, do, angles, bounds)
     first, last = row_ends(bounds, q)
     return own[first], own[last]
@@ -98,16 +98,16 @@ def grad_bwd(
     *,
     with_theta: bool = False,
 ) -> LightNetGradients:
-    """The gradients of q, k and v, in their dtypes, and of theta, if asked for.
+    """The gradients of q, k and v, in their dtypes, and on request of theta.
 
     Args:
-        q, k, v, angles: as of the operator; a row may be without tokens.
+        q, k, v, angles: as in the operator; a row may have 0 tokens.
         do: cotangents of the outputs (B, T, H, V).
-        states: of whole documents, see ``total_states``.
+        states: states of whole documents, see ``total_states``.
         dsides: the parts of dS (B, H, R, V) of tokens before each row's first document and behind its last one, or a
             function that waits for them; none when None.
-        bounds: of documents.
-        backend: as of the operator.
+        bounds: document boundaries on the host, or None.
+        backend: as in the operator.
         with_theta: compute dtheta, which costs the gradients of q and k once more; needs angles.
     """
     dS = _passes(q, backend).document_cotangents(q, do, angles, bounds)
@@ -115,15 +115,15 @@ def grad_bwd(
     if from_sides is not None:
         for index, part in zip(row_ends(bounds, q), from_sides, strict=True):
             dS = dS.index_add(0, index, part.to(dS.dtype))
-    # Where z is constant: what all of a document's weights lose when one of them rises.
+    # The loss of all weights of a document when one key rises, because their sum is constant.
     shared = by_channel((states.S * dS).sum(-1), states.z.shape[2])
     token_gradients = _passes(q, backend).token_gradients
     dq, dk, dv = token_gradients(k, v, angles, do, states, dS, shared, bounds)
     if not with_theta:
         return LightNetGradients(dq, dk, dv, None)
     assert angles is not None, "with_theta"
-    # φ turned on by a quarter is its derivative by the angle, and turning the states back by one is the same. Not
-    # rounded to half precision: of the sum, whose terms grow with the positions, most cancels.
+    # A quarter turn of φ is its derivative by the angle; a quarter turn back of the states is equivalent. No rounding
+    # to half precision: the terms grow with the positions, and most of their sum cancels.
     back, of_z = LightNetState(states.z, _quarter_back(states.S)), torch.zeros_like(shared)
     of_q, of_k, _ = token_gradients(k, v, angles, do, back, _quarter_back(dS), of_z, bounds, shared.dtype)
     of_angles = q.double() * of_q.double() + of_k.double()
@@ -137,7 +137,7 @@ def _quarter_back(S: Tensor) -> Tensor:
 
 
 class NoncausalLightNet(torch.autograd.Function):
-    """The operator of whole rows; saved are its inputs and the documents' states."""
+    """The operator of whole rows with its gradients; saves the inputs and the documents' states."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -154,7 +154,7 @@ class NoncausalLightNet(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        """LightNetGradients of q, k, v and theta."""
+        """The gradients of q, k, v and theta."""
         q, k, v, theta, positions, *states = ctx.saved_tensors
         angles, with_theta = angles_of(theta, positions), ctx.needs_input_grad[3]
         found = grad_bwd(

@@ -1,7 +1,7 @@
-"""LightNet over whole documents by PyTorch's products, one document at a time; ``noncausal.py`` puts them together.
+"""LightNet over whole documents by PyTorch's products, one document at a time; ``noncausal.py`` composes them.
 
-``triton/whole.py`` has the same functions. A state is of a document: z (N, H, K), S (N, H, R, V); without bounds every
-row is one, and N is B.
+``triton/whole.py`` has the same functions. States belong to documents: z (N, H, K), S (N, H, R, V). Without bounds
+every row is one document, and N is B.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from lightscale.kernels.lightnet.chunked import rotate, rotate_back
 from lightscale.kernels.lightnet.state import LightNetState
 
 Bounds = tuple[int, ...] | None
-"""Document boundaries on the host, every row start included, so that a GPU need not be asked for them."""
+"""Document boundaries on the host, every row start included: reads of them do not wait for a GPU."""
 
 
 def _documents(bounds: Bounds, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of tensors (B, T, …) the parts (1, n, …) of each document in turn; without bounds all rows at once."""
+    """The parts (1, n, …) of tensors (B, T, …), document by document; without bounds all rows at once."""
     if bounds is None:
         yield tensors
         return
@@ -29,7 +29,7 @@ def _documents(bounds: Bounds, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 def _rows_of(number: int, bounds: Bounds) -> slice:
-    """Where the states of the documents that ``_documents`` gives ``number``-th stand among those of all."""
+    """Index, among all documents' states, of the ``number``-th result of ``_documents``."""
     return slice(None) if bounds is None else slice(number, number + 1)
 
 
@@ -51,18 +51,18 @@ def _turned_back(x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
 
 
 def _log_weight(k: Tensor) -> Tensor:
-    """log Σ_i e^{k_i} per channel, (B, n, H, K) -> (B, H, K); -inf where nothing is written."""
+    """log Σ_i e^{k_i} per channel, (B, n, H, K) -> (B, H, K); -inf if all keys are -inf."""
     return torch.logsumexp(k, dim=1) if k.shape[1] else k.new_full((k.shape[0], *k.shape[2:]), -torch.inf)
 
 
 def _weights(k: Tensor, z: Tensor) -> Tensor:
-    """e^{k - z}, 0 where nothing was written."""
+    """e^{k - z}, 0 where z is -inf."""
     return torch.exp(k - z.masked_fill(z == -torch.inf, 0.0)[:, None])
 
 
 @without_autocast
 def document_states(k: Tensor, v: Tensor, angles: Angles | None, bounds: Bounds) -> LightNetState:
-    """The state of each of N documents by itself: z (N, H, K), S (N, H, R, V); without bounds N is B."""
+    """The state of the part here of each of N documents: z (N, H, K), S (N, H, R, V); without bounds N is B."""
     found = []
     for k_d, v_d, *phases in _documents(bounds, *_wide(angles, k, v)):
         z = _log_weight(k_d)
@@ -81,7 +81,7 @@ def out_fwd(q: Tensor, v: Tensor, angles: Angles | None, states: LightNetState, 
 
 @without_autocast
 def document_cotangents(q: Tensor, do: Tensor, angles: Angles | None, bounds: Bounds) -> Tensor:
-    """dS (N, H, R, V) of each document, as far as it comes from these tokens."""
+    """The part of dS (N, H, R, V) of each document by these tokens."""
     parts = _documents(bounds, *_wide(angles, q, do))
     found = [_turned(q_d, tuple(phases)).mT @ do_d.transpose(1, 2) for q_d, do_d, *phases in parts]
     return torch.cat(found)
@@ -101,7 +101,7 @@ def token_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of whole documents' states (N, H, R, V), their cotangents, and c (N, H, K).
 
-    ``dtype`` is that of the first two, k's where None.
+    ``dtype`` is the dtype of the first two gradients; None: k's dtype.
     """
     dtype = dtype or k.dtype
     found = []

@@ -21,12 +21,12 @@ def lightnet_attention_reference(
 ) -> tuple[Tensor, LightNetState]:
     """The recurrence written out: S_t = diag(1 - k̄_t) S_{t-1} + φ(k̄_t) v_tᵀ and o_t = S_tᵀ φ(q_t).
 
-    k̄_t = exp(k_t - z_t) with z_t = logaddexp(z_{t-1}, k_t) (LightNet, equation 7). Computed in the dtype of the
-    inputs, so fp64 inputs give an fp64 oracle, and differentiated by autograd. The chunked form shares none of it.
+    k̄_t = exp(k_t - z_t) with z_t = logaddexp(z_{t-1}, k_t) (LightNet, equation 7). All arithmetic has the dtype of the
+    inputs: fp64 inputs give an fp64 oracle. Autograd differentiates it. The chunked form shares no code with it.
 
     Args:
         q: queries (B, T, H, K).
-        k: log-keys (B, T, H, K); -inf writes nothing.
+        k: log-keys (B, T, H, K); -inf writes 0.
         v: values (B, T, H, V).
         angles: theta (H, K) and positions (B, T) of φ(x) = [x cos pθ, x sin pθ]; None for φ(x) = x.
         initial_state: z (B, H, K) and S (B, H, R, V), empty when None. Only the first document of each row
@@ -75,14 +75,14 @@ def lightnet_noncausal_reference(
 ) -> Tensor:
     """o_t = Σ_s Σ_c q_tc p_sc cos((t - s) θ_c) v_s with p the softmax of k over the document (LightNet, equation 8).
 
-    In the dtype of the inputs, differentiated by autograd; memory grows with the square of the length.
+    All arithmetic has the dtype of the inputs. Autograd differentiates it; memory grows with the square of the length.
     """
     outputs = []
     num_tokens = q.shape[1]
     edges = range(0, q.shape[0] * num_tokens + 1, num_tokens) if cu_seqlens is None else cu_seqlens.tolist()
     for start, end in pairwise(edges):
         q_d, k_d, v_d = (x.flatten(0, 1)[start:end] for x in (q, k, v))
-        # A channel in which nothing is written weighs nothing.
+        # A channel without writes has weight 0.
         weights = torch.nan_to_num(torch.softmax(k_d, dim=0))
         if angles is None:
             scores = torch.einsum("thc,shc->hts", q_d, weights)

@@ -1,4 +1,4 @@
-"""LightNet's states folded over neighbouring segments of a row: what ranks that pass states do with summaries."""
+"""Fold of LightNet's states over neighbouring segments of a row, for ranks that exchange summaries."""
 
 from importlib import import_module
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from lightscale.kernels.common.backends import launches_triton
 from lightscale.kernels.lightnet.state import LightNetState, empty_state, merge, passed_share
 
-# Imported when it is first used: Triton is optional, and decides then whether it interprets.
+# Imported at the first use: Triton is optional, and chooses between compiler and interpreter at its import.
 _TRITON = "lightscale.kernels.lightnet.triton.segments"
 
 
@@ -16,12 +16,12 @@ _TRITON = "lightscale.kernels.lightnet.triton.segments"
 def fold(
     segments: LightNetState, through: Tensor, state: LightNetState | None = None, *, end: int
 ) -> tuple[LightNetState, Tensor]:
-    """The state behind the first ``end`` of N segments, and what each of all N leaves of the one that enters it.
+    """The state behind the first ``end`` of N segments, and the share of its entering state that each segment leaves.
 
     Args:
-        segments: z (N, B, H, K) and S (N, B, H, R, V) of each by itself.
+        segments: z (N, B, H, K) and S (N, B, H, R, V) of each segment alone.
         through: (N, B), 0 where a document begins in the segment.
-        state: what enters the first segment; empty when None.
+        state: the state that enters the first segment; empty when None.
 
     Returns:
         The state, and ``passed_share`` (N, B, H, K) of each segment.

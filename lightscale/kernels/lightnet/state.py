@@ -1,8 +1,8 @@
-"""The state of LightNet's operator, a log-sum-exp pair, and its algebra: merging states, and what of each is left.
+"""The state of LightNet's operator, a log-sum-exp pair, and its algebra: merged states, and the share of each.
 
-A state averages what was written, weighed by the exponentials of the keys; z is the log of the weights' sum:
-z = log Σ_i e^{k_i} per channel, S = Σ_i e^{k_i - z} φ_i v_iᵀ. Names of shapes: B rows, H heads, K key width,
-V value width, R rows of S: K, or 2K when LRPE doubles them (both halves share z).
+A state is the average of the writes, weighted by the exponentials of the keys; z is the log of the weights' sum: z =
+log Σ_i e^{k_i} per channel, S = Σ_i e^{k_i - z} φ_i v_iᵀ. Names of shapes: B rows, H heads, K key width, V value width,
+R rows of S: K, or 2K when LRPE doubles them (both halves share z).
 """
 
 from typing import NamedTuple
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 class LightNetState(NamedTuple):
-    """z (B, H, K) and S (B, H, R, V), fp32 (fp64 for fp64 inputs). Where z is -inf nothing was written yet."""
+    """z (B, H, K) and S (B, H, R, V), fp32 (fp64 for fp64 inputs); z is -inf before the first write."""
 
     z: Tensor
     S: Tensor
 
 
 class StateCotangent(NamedTuple):
-    """The cotangent of a state in the form that is passed from rank to rank: U (B, H, R, V) and R (B, H, K).
+    """The cotangent of a state in the form that ranks exchange: U (B, H, R, V) and R (B, H, K).
 
-    U is the cotangent of S; R = Σ_V (S ⊙ U) - dz, summed over both halves of S, is minus the cotangent of z when
-    the sum e^z S is held fixed instead of the average S. Passed back through a document both are only scaled.
+    U is the cotangent of S. R = Σ_V (S ⊙ U) - dz, summed over both halves of S, is minus the cotangent of z with a
+    fixed sum e^z S instead of a fixed average S. The way back through a document scales both.
     """
 
     U: Tensor
@@ -70,37 +70,37 @@ def _shares(z_1: Tensor, z_2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def merge(earlier: LightNetState, later: LightNetState, through: Tensor | None = None) -> LightNetState:
-    """The state after two neighbouring runs of tokens, from the states that each leaves by itself.
+    """The state after two neighbouring runs of tokens, from the state of each run alone.
 
     Associative, with ``empty_state`` as its identity, and differentiable.
 
     Args:
         earlier: the state of all tokens before.
         later: the state of the tokens behind them, from an empty state.
-        through: (B,), 0 for the rows in which a document begins in the later run, so that nothing of the
-            earlier one is left; None when there is none.
+        through: (B,), 0 for the rows in which a document begins in the later run: the earlier state ends there. None:
+            no such row.
     """
     z = earlier.z if through is None else earlier.z.masked_fill((through == 0)[:, None, None], -torch.inf)
     weight_1, weight_2, merged = _shares(z, later.z)
     rows = later.S.shape[2]
-    # Selected, not only weighed by zero: a state that counts for nothing may hold anything.
+    # Selected, not multiplied by 0: a state of weight 0 may hold any value.
     S_1 = earlier.S.masked_fill(by_row(z == -torch.inf, rows), 0.0)
     S_2 = later.S.masked_fill(by_row(later.z == -torch.inf, rows), 0.0)
     return LightNetState(merged, by_row(weight_1, rows) * S_1 + by_row(weight_2, rows) * S_2)
 
 
 def passed_share(z_earlier: Tensor, z_later: Tensor, through: Tensor | None = None) -> Tensor:
-    """How much of the earlier state is left by ``merge``, e^{z_1 - z} (B, H, K), from the z of its arguments.
+    """The share of the earlier state in the result of ``merge``, e^{z_1 - z} (B, H, K), from the z of its arguments.
 
-    Backward the cotangent (U, R) of the result is only scaled by it to become that of the earlier state; a rank
-    that folds backward adds its own (U, R) of ``state_bwd``.
+    Backward, this share times the cotangent (U, R) of the result is the earlier state's. A rank that folds backward
+    adds its own (U, R) of ``state_bwd``.
     """
     z = z_earlier if through is None else z_earlier.masked_fill((through == 0)[:, None, None], -torch.inf)
     return _shares(z, z_later)[0]
 
 
 def exchanged_cotangent(state: LightNetState, dz: Tensor, dS: Tensor) -> StateCotangent:
-    """The form that is passed on, from the plain cotangents of a state's z and S."""
+    """The exchanged form (U, R), from the plain cotangents dz (B, H, K) and dS (B, H, R, V) of a state."""
     return StateCotangent(U=dS, R=_overlap(state, dS) - dz)
 
 

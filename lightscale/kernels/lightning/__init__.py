@@ -1,8 +1,8 @@
-"""Lightning attention: linear attention with one fixed decay per head (TNL; without decay, cosFormer2).
+"""Lightning attention: linear attention with one fixed decay per head (TNL; cosFormer2 without decay).
 
-S_t = λ_h S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Qin et al., TransNormerLLM, arXiv 2307.14995; Lightning
-Attention-2, arXiv 2401.04658). ``lightning_attention`` is the operator; sequence parallelism and generation
-are built from the passes beside it. docs/reference/operators/lightning.md has the mathematics.
+S_t = λ_h S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t (Qin et al., TransNormerLLM, arXiv 2307.14995; Lightning Attention-2,
+arXiv 2401.04658). ``lightning_attention`` is the operator; sequence parallelism and generation use the passes in this
+package. docs/reference/operators/lightning.md has the mathematics.
 """
 
 import inspect
@@ -86,9 +86,9 @@ _recurrent_step = dispatch_step("lightning", chunked.recurrent_step)
 def recurrent_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor, *, angles: Angles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``chunked.recurrent_step`` by the back-end that fits, with angles whose positions are (B,).
+    """``chunked.recurrent_step`` by the back-end of the inputs, with angles whose positions are (B,).
 
-    S is (B, H, F, V); angles spread q and k (B, H, K) to the F = 2K features of the state before it.
+    S is (B, H, F, V); angles first spread q and k (B, H, K) to the F = 2K features of the state.
     """
     if angles is not None:
         phases = phases_of(angles, S.dtype)
@@ -136,11 +136,11 @@ def lightning_attention(
         q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides.
         k: keys (B, T, H, K), of q's dtype.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
-        log_decay: log λ per head (H,), or per head and token (B, T, H), fp32 or fp64, at most 0; None for no decay.
-            The chunked form of ``gla`` computes those of tokens on CPUs, as decays that the channels of a head share.
-        angles: theta (H, K) and positions (B, T) of LRPE, by which q and k become [q cos, q sin] and [k cos, k sin]
-            as they are read, in memory only where the chunked form has decays of tokens; K is 2K in the states then.
-            None for none.
+        log_decay: log λ per head (H,), or per head and token (B, T, H), fp32 or fp64, at most 0; None for no decay. On
+            CPUs the chunked form of ``gla`` computes decays per token, as decays that the channels of a head share.
+        angles: theta (H, K) and positions (B, T) of LRPE. q and k become [q cos, q sin] and [k cos, k sin] as they are
+            read; in memory only in the chunked form with decays per token. The states then have 2K rows. None: no
+            angles.
         initial_state: the state (B, H, K, V) that enters each row, fp32 (fp64 for fp64 inputs); zero when
             None. Only the first document of a row reads it.
         output_final_state, cu_seqlens, chunk_size, backend: as in ``gla``.
@@ -150,8 +150,8 @@ def lightning_attention(
         inputs).
 
     Raises:
-        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
-            values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
+        UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of
+            log_decay and cu_seqlens are checked on a CPU only: on a GPU a read would stall the stream.
     """
     check_inputs(q, k, v)
     check_head_decay(log_decay, q)

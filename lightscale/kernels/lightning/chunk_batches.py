@@ -1,7 +1,7 @@
 """The chunks of lightning attention's rows, in batches: powers of the decay, masks of documents, and products.
 
-Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width of the features: 2K with angles, else
-K. A row is cut into chunks of C tokens, the last one shorter; L is the number of tokens of the chunk at hand. G
+Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width of the features: 2K with angles, else K.
+A row is cut into chunks of C tokens, the last one shorter; L is the number of tokens of the current chunk. G
 neighbours, a chunk batch, are computed at once.
 """
 
@@ -16,13 +16,13 @@ from lightscale.kernels.common.chunks import ChunkMasks, Chunks, cut_rows, pass_
 from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.common.states import state_dtype
 
-# Elements of one operand of a chunk batch: 0.5 MiB in fp32, so that a batch's operands stay in the
-# second-level cache (docs/reference/operators/lightning.md, "What was tried").
+# Elements of one operand of a chunk batch: 0.5 MiB in fp32, so that the operands stay in the second-level cache
+# (docs/reference/operators/lightning.md, "What was tried").
 _BATCH_ELEMENTS = 2**17
 
 
 class LightningDecays:
-    """Powers of λ by integer distance, made in fp64 and then rounded once; no exponent is above 0."""
+    """Powers of λ by integer distance, computed in fp64 and rounded once; no exponent is above 0."""
 
     def __init__(self, log_decay: Tensor | None, *, num_heads: int, chunk_size: int, like: Tensor) -> None:
         self.dtype = state_dtype(like.dtype)
@@ -33,20 +33,20 @@ class LightningDecays:
         self.pairs = self.power(pairs.clamp(min=0)).tril_()  # (H, C, C): λ^(i-j) for i ≥ j, else 0
 
     def power(self, steps: Tensor) -> Tensor:
-        """λ^steps, shape (H, *steps.shape); also right for λ = 0, where 0 · (-inf) would be NaN."""
+        """λ^steps, shape (H, *steps.shape); also correct for λ = 0, where 0 · (-inf) would be NaN."""
         log_decay = self.log_decay.double().view(-1, *[1] * steps.dim())
         return torch.where(steps > 0, steps * log_decay, 0.0).exp().to(self.dtype)
 
     def of_queries(self, num_tokens: int) -> Tensor:
-        """(H, L, 1): how much of the state that enters a chunk its i-th token sees, λ^(i+1)."""
+        """(H, L, 1): λ^(i+1), the decay of the state that enters a chunk up to its i-th token."""
         return self.powers[:, 1 : num_tokens + 1, None]
 
     def of_keys(self, num_tokens: int) -> Tensor:
-        """(H, L, 1): how much of its i-th token's k vᵀ leaves a chunk, λ^(L-1-i)."""
+        """(H, L, 1): λ^(L-1-i), the decay from the i-th token's k vᵀ to the chunk's end."""
         return self.powers[:, :num_tokens].flip(1)[:, :, None]
 
     def through(self, num_tokens: int) -> Tensor:
-        """(H, 1, 1): how much of the state that enters a chunk leaves it, λ^L."""
+        """(H, 1, 1): λ^L, the decay through a chunk."""
         return self.powers[:, num_tokens, None, None]
 
 
@@ -54,8 +54,8 @@ class LightningDecays:
 class LightningChunkBatch(Chunks):
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
-    Tensors of a batch are (B, G, H, L, width), contiguous. Resets select instead of multiplying by zero, so
-    that a state that overflowed in one document gives no NaN in the next.
+    Tensors of a batch are (B, G, H, L, width), contiguous. Resets select instead of multiplying by zero: a state that
+    overflowed in one document gives no NaN in the next.
     """
 
     decays: LightningDecays
@@ -68,7 +68,7 @@ class LightningChunkBatch(Chunks):
         return features(self.tokens(x).to(self.decays.dtype), phases).transpose(2, 3).contiguous()
 
     def phases(self, angles: Angles | None) -> Phases | None:
-        """Those of this batch's tokens, (B, G, L, H, K) each."""
+        """The phases of this batch's tokens, (B, G, L, H, K) each."""
         if angles is None:
             return None
         return phases_of(Angles(angles.theta.detach(), self.tokens(angles.positions)), self.decays.dtype)
@@ -76,7 +76,7 @@ class LightningChunkBatch(Chunks):
     def narrow(
         self, x: Tensor, dx: Tensor, angles: Angles | None, phases: Phases | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of this batch's x and of theta by those (B, G, H, L, F) of its features."""
+        """The gradients of this batch's x and of theta, from the gradients (B, G, H, L, F) of its features."""
         if angles is None or phases is None:
             return dx, None
         here = Angles(angles.theta, self.tokens(angles.positions))
@@ -89,29 +89,29 @@ class LightningChunkBatch(Chunks):
         return scores if self.masks is None else scores.masked_fill_(~self.masks.pairs, 0.0)
 
     def weigh_incoming_(self, x: Tensor) -> Tensor:
-        """Weigh rows of queries, or of their outputs' cotangents, by their view of the incoming state."""
+        """Multiply rows of queries, or of their outputs' cotangents (B, G, H, L, width), by the state's decay."""
         x.mul_(self.decays.of_queries(self.chunk_tokens))
         return x if self.masks is None else x.masked_fill_(~self.masks.incoming, 0.0)
 
     def weigh_outgoing_(self, x: Tensor) -> Tensor:
-        """Weigh rows of keys or values by their share in the outgoing state."""
+        """Multiply rows of keys or values (B, G, H, L, width) by their decay in the outgoing state."""
         x.mul_(self.decays.of_keys(self.chunk_tokens))
         return x if self.masks is None else x.masked_fill_(~self.masks.outgoing, 0.0)
 
     def add_incoming_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state, for rows weighed by ``weigh_incoming_``."""
+        """out += x (B, G, H, L, width) @ state, for rows weighted by ``weigh_incoming_``."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.incoming)
 
     def add_outgoing_(self, out: Tensor, x: Tensor, state: Tensor) -> None:
-        """out += x @ state, for rows weighed by ``weigh_outgoing_``."""
+        """out += x (B, G, H, L, width) @ state, for rows weighted by ``weigh_outgoing_``."""
         _add_product_(out, x, state, None if self.masks is None else self.masks.outgoing)
 
     def scan_(self, shares: Tensor, running: Tensor, order: Iterable[int]) -> Tensor:
         """Pass a state through the chunks in ``order``.
 
-        ``shares`` (B, G, H, F, V), what each chunk adds, is overwritten with what the chunk receives:
-        forward, the state that enters it; in reverse, the cotangent of the state that leaves it. Returns what
-        is passed on.
+        The call overwrites each chunk's share in ``shares`` (B, G, H, F, V). Forward it writes the state that enters
+        the chunk, in reverse the cotangent of the state that leaves it. Returns the state behind the last chunk in
+        ``order``.
         """
         decay = self.decays.through(self.chunk_tokens)
         for chunk in order:
@@ -120,29 +120,29 @@ class LightningChunkBatch(Chunks):
         return running
 
     def scan_states(self, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The state (B, G, H, F, V) that enters each chunk, and the one that leaves the last. Spoils k."""
+        """The state (B, G, H, F, V) that enters each chunk, and the one that leaves the last. Overwrites k."""
         states = self.weigh_outgoing_(k).mT @ v
         return states, self.scan_(states, state, range(self.num_chunks))
 
     def decay_gradient_of_pairs(self, products: Tensor) -> Tensor:
         """The part (H,) of dlog_decay, fp64, by the pairs of the batch's chunks.
 
-        From products (B, G, H, L, L) of a pair's score, decayed, and of what its outputs say of that: do_i · v_j.
+        ``products`` (B, G, H, L, L) is a pair's decayed score times its cotangent do_i · v_j.
         """
         token = torch.arange(self.chunk_tokens, device=products.device)
         distance = token[:, None] - token
         return torch.einsum("hij,ij->h", products.sum((0, 1)).double(), distance.double())
 
     def decay_gradient_of_states(self, reads: Tensor, writes: Tensor, states: Tensor, dstates: Tensor) -> Tensor:
-        """The part (H,) of dlog_decay, fp64, by what enters the chunks and leaves them.
+        """The part (H,) of dlog_decay, fp64, by the states that enter and leave the chunks.
 
-        From reads (B, G, H, L, F), q ⊙ dq by the states that enter, writes, k ⊙ dk by those that leave, the states
-        (B, G, H, F, V) that enter and the cotangents of those that leave.
+        reads (B, G, H, L, F) are q ⊙ dq by the entering states, writes k ⊙ dk by the leaving states. The states (B, G,
+        H, F, V) enter the chunks; dstates are the cotangents of the leaving ones.
         """
         passing = (states * dstates).sum((-2, -1), keepdim=True).mul_(self.decays.through(self.chunk_tokens))
         if self.masks is not None:
             passing.masked_fill_(~self.masks.through, 0.0)
-        # How many decays a read, a write and what passes have met in the chunk: sums of positive counts.
+        # Number of the chunk's decays on a read, on a write and on the passing state: sums of positive counts.
         upto = torch.arange(1.0, self.chunk_tokens + 1, dtype=torch.float64, device=reads.device)
         by_token = reads.sum((0, 1, 4)).double() @ upto + writes.sum((0, 1, 4)).double() @ (upto - 1).flip(0)
         return by_token + self.chunk_tokens * passing.double().sum((0, 1, 3, 4))

@@ -2,12 +2,12 @@
 
 The mathematics, with the derivation of the backward and the counts of FLOPs and bytes, is in
 docs/reference/operators/lightning.md. Names of shapes: B rows, T tokens, H heads, K key width, V value width, F width
-of the features of q and k: 2K with angles, which spread them where they are read, else K. Inside, everything is fp32,
+of the features of q and k: K, or 2K with angles, which spread q and k where they are read. Inside, everything is fp32,
 or fp64 for fp64 inputs; outputs and gradients have the dtype of their inputs.
 
 Arguments of all passes: queries q and keys k (B, T, H, K), values v and cotangents do of the outputs (B, T, H, V).
-log_decay is (H,) or None. T may be 0. cu_seqlens (N+1,) are the boundaries of documents, or None, and angles those of
-queries and keys, or None. chunk_size is the number of tokens of a chunk.
+log_decay is (H,) or None. T may be 0. cu_seqlens (N+1,) are the boundaries of documents, or None. angles are the angles
+of queries and keys, or None. chunk_size is the number of tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -62,12 +62,11 @@ def state_fwd(
     """The summary of a row for the ranks behind it: S_out = D ⊙ S_in + S_loc.
 
     Args:
-        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
-            it then takes D as 0.
+        cu_seqlens: (N+1,) or None. A caller whose row begins with a new document takes D as 0.
 
     Returns:
-        S_loc (B, H, F, V), the row's outgoing state from a zero incoming state, and D (B, H), the decay from
-        the row's start to its end: λ^T, or 0 where a document begins inside the row.
+        S_loc (B, H, F, V), the row's outgoing state from a zero incoming state. D (B, H), the decay from the row's
+        start to its end: λ^T, or 0 where a document begins inside the row.
     """
     num_rows, num_tokens, num_heads = k.shape[:3]
     decays = LightningDecays(log_decay, num_heads=num_heads, chunk_size=0, like=k)
@@ -143,9 +142,9 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
-    """None unless asked for: (H,), of which ranks add up theirs; or (B, T, H) by ``token_decays``."""
+    """None unless requested: (H,), which the caller sums over ranks; or (B, T, H) by ``token_decays``."""
     theta: Tensor | None
-    """(H, K) fp64, None unless asked for; ranks add up."""
+    """(H, K) fp64, None unless requested; the caller sums it over ranks."""
 
 
 @without_autocast
@@ -164,7 +163,7 @@ def row_gradients(
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[Gradients, Tensor]:
-    """The gradients of a row's q, k, v and, as asked for, of log_decay and theta; and that of its incoming state.
+    """The gradients of a row's q, k, v, its incoming state and, on request, of log_decay and theta.
 
     Args:
         S_in: the state (B, H, F, V) that entered the row; zero when None.
@@ -177,7 +176,7 @@ def row_gradients(
     batches = list(chunk_batches(v, width, decays, cu_seqlens, chunk_size))
     state = state_or_zeros(S_in, q, v, width)
     # The states of all chunks are kept, 4 KV / C bytes per token and head: as much as one input, and one pass less than
-    # making them again.
+    # a recomputation.
     states_by_batch = []
     for batch in batches:
         states, state = batch.scan_states(batch.load(k, batch.phases(angles)), batch.load(v), state)
@@ -198,7 +197,7 @@ def row_gradients(
         batch.causal_(dscores)
         dq_g, dk_g, dv_g = dscores @ k_g, dscores.mT @ q_g, scores.mT @ do_g
 
-        # do_g, v_g and k_g are weighted in place from here on, each once the products that need it plain are made.
+        # do_g, v_g and k_g are weighted in place from here on, each after the products that read it plain.
         batch.weigh_incoming_(do_g)
         dstates = q_g.mT @ do_g
         dstate = batch.scan_(dstates, dstate, reversed(range(batch.num_chunks)))
@@ -207,7 +206,7 @@ def row_gradients(
             batch.add_incoming_(dq_g, do_g, states.mT)
             batch.add_outgoing_(dk_g, v_g, dstates.mT)
         else:
-            # Of dq and dk, what states bring in and take out is met by other decays than what stays in the chunk.
+            # In dq and dk, other decays act on the parts by states than on the parts inside the chunk.
             dq_in, dk_out = torch.zeros_like(dq_g), torch.zeros_like(dk_g)
             batch.add_incoming_(dq_in, do_g, states.mT)
             batch.add_outgoing_(dk_out, v_g, dstates.mT)
@@ -234,8 +233,8 @@ grad_bwd = without_state(row_gradients)
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: q, k (B, H, K), v (B, H, V), S (B, H, K, V) → o (B, H, V) and the next state.
 
-    ``log_decay`` is (H,), or this token's (B, H), or None. The state is read and written once, whatever the position.
-    Autograd differentiates it like any other code.
+    ``log_decay`` is (H,), or this token's (B, H), or None. The state is read and written once, at any position.
+    Autograd differentiates the step.
     """
     dtype = state_dtype(q.dtype)
     S = torch.mul(k.to(dtype).unsqueeze(-1), v.to(dtype).unsqueeze(-2)).add_(
@@ -263,7 +262,7 @@ class ChunkedLightningAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
         q, k, v, log_decay, theta, positions, initial_state, cu_seqlens = ctx.saved_tensors
         with_decay, with_theta = ctx.needs_input_grad[3:5]
         gradients, dS_in = row_gradients(

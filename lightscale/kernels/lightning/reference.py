@@ -19,8 +19,8 @@ def lightning_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(log_decay) S_{t-1} + k_t v_tᵀ and o_t = S_tᵀ q_t, the recurrence written out.
 
-    Arguments and results are those of ``lightning_attention``. Everything is computed in the dtype of the inputs, so
-    fp64 inputs give an fp64 oracle, and autograd differentiates it. The chunked form shares none of it.
+    Arguments and results are those of ``lightning_attention``. All arithmetic has the dtype of the inputs: fp64 inputs
+    give an fp64 oracle. Autograd differentiates it. The chunked form shares no code with it.
     """
     if angles is not None:
         angle = angles.positions[:, :, None, None] * angles.theta

@@ -1,4 +1,4 @@
-"""The passes of ``chunked.py`` for a decay per head and token (B, T, H): those of ``../gla``, whose channels share it.
+"""The passes of ``chunked.py`` for a decay per head and token (B, T, H), by ``../gla`` with one decay for all channels.
 
 With angles queries and keys are spread in memory, fp32 or wider, before ``../gla`` reads them.
 """
@@ -13,7 +13,7 @@ from lightscale.kernels.lightning.chunked import Gradients
 
 
 def by_channel(log_decay: Tensor, x: Tensor) -> Tensor:
-    """Log decays (B, T, H) as those of the channels of x (B, T, H, K); a view."""
+    """Log decays (B, T, H) expanded to the channels of x (B, T, H, K); a view."""
     return log_decay[..., None].expand(x.shape)
 
 
@@ -77,7 +77,7 @@ def grad_bwd(
     with_decay: bool = False,
     with_theta: bool = False,
 ) -> Gradients:
-    """The gradients of a row's inputs, see ``chunked.grad_bwd``; that of the decays is (B, T, H)."""
+    """The gradients of a row's inputs, see ``chunked.grad_bwd``; the decays' gradient is (B, T, H)."""
     wide_q, wide_k = spread(q, angles), spread(k, angles)
     of_decays = by_channel(log_decay, wide_k)
     dq, dk, dv, of_channels = chunked.grad_bwd(wide_q, wide_k, v, of_decays, do, S_in, dS_end, cu_seqlens)

@@ -1,8 +1,8 @@
 """LION: linear attention in both directions, with a decay per head and token (arXiv 2502.16249).
 
-Y = scale(Q Kᵀ ⊙ M) V, M_ij the product of the decays between the tokens i and j, 1 on the diagonal, and scale the
-division of each row by its sum, after the mask (equations 20 to 25). LION-LIT has no decay, LION-RetNet one per head,
-LION-S one per head and token. ``lion`` is the operator; sequence parallelism is built from the passes beside it.
+Y = scale(Q Kᵀ ⊙ M) V (equations 20 to 25). M_ij is the product of the decays between the tokens i and j, 1 on the
+diagonal. scale divides each row by its sum, after the mask. LION-LIT has no decay, LION-RetNet one per head, LION-S one
+per head and token. ``lion`` is the operator; sequence parallelism uses the passes in this package.
 docs/reference/operators/lion.md has the mathematics.
 """
 
@@ -61,34 +61,35 @@ def lion(
 ) -> tuple[Tensor, LionState | None]:
     """Linear attention of every token to all tokens of its document: linear in T, differentiable in every input.
 
-    Padding is k = 0 and v = 0 with a log decay of 0: it is read by nobody and decays nothing.
+    Padding is k = 0 and v = 0 with a log decay of 0: no token reads it, and no state decays by it.
 
     Args:
-        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides; feature maps are the caller's.
+        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides; the caller applies feature maps.
         k: keys (B, T, H, K), of q's dtype.
         v: values (B, T, H, V), of q's dtype; V need not equal K.
         log_decay: log of the decay per head (H,), or per head and token (B, T, H), fp32 or fp64, at most 0; None for
             no decay.
         gate: "leave": M_ij is the product of the decays a_t for j <= t < i and, the other way, for i < t <= j
             (equation 12 and the authors' code); "enter": for j < t <= i and i <= t < j (equations 8, 9 and 20).
-        normalize: divide by the sum of the masked scores, Σ_j M_ij q_i · k_j + eps. False leaves the sums as they are.
-        eps: added to them once. Where the sum is 0 all the same, the output is 0.
-        initial_state: what enters each row on both sides, (B, H, K, W) each, fp32 (fp64 for fp64 inputs); W is V + 1
-            with the normaliser's column, V without; zero when None. Only the row's first document reads the prefix, and
-            its last one the suffix.
-        output_final_state: also return what leaves each row: the prefix for tokens behind, the suffix for those before.
+        normalize: divide by the sum of the masked scores, Σ_j M_ij q_i · k_j + eps; False: no division.
+        eps: added once to the sum. Where the result is 0, the output is 0.
+        initial_state: the states that enter each row on both sides, (B, H, K, W) each, fp32 (fp64 for fp64 inputs); W
+            is V + 1 with the normaliser's column, V without; zero when None. Only the row's first document reads the
+            prefix, and its last one the suffix.
+        output_final_state: also return the states that leave each row: the prefix for tokens behind, the suffix for
+            tokens before.
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start included.
-            Nothing passes from one document to another.
-        chunk_size: tokens that the chunked form computes at once; a matter of its speed only.
-        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": what
-            ``set_default_backend`` says, else Triton on GPUs and chunks elsewhere.
+            No state passes from one document to another.
+        chunk_size: tokens per chunk of the chunked form; affects its speed alone.
+        backend: "triton" (GPUs; fp16, bf16, fp32), "chunked", "reference" (one token at a time, slow); or "auto": the
+            value of ``set_default_backend``, else Triton on GPUs and chunks elsewhere.
 
     Returns:
         The outputs (B, T, H, V) in v's dtype, and None or the final state.
 
     Raises:
-        UserError: a shape, dtype, device, gate or backend that does not fit; the message names the argument. The values
-            of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
+        UserError: a shape, dtype, device, gate or backend does not fit; the message names the argument. The values of
+            log_decay and cu_seqlens are checked on a CPU only: on a GPU a read would stall the stream.
     """
     check_inputs(q, k, v)
     check_head_decay(log_decay, q)

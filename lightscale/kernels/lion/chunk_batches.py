@@ -1,9 +1,9 @@
-"""LION's rows in batches of chunks: sums of log decays, and what tokens write to both states and read of them.
+"""LION's rows in batches of chunks: sums of log decays, and the tokens' reads and writes of both states.
 
 Names of shapes: B rows, T tokens, H heads, K key width, W width of the values and the normaliser's column. A row is cut
-into chunks of C tokens, the last one shorter; L is the number of tokens of the chunk at hand. G neighbours, a chunk
-batch, are computed at once. The two states of a chunk, prefix and suffix, are the two sides of one tensor
-(B, G, H, 2, K, W), so that one product serves both directions. For a decay per head the B, G and T of decays are 1.
+into chunks of C tokens, the last one shorter; L is the number of tokens of the current chunk. G neighbours, a chunk
+batch, are computed at once. One tensor (B, G, H, 2, K, W) holds both states of a chunk, prefix and suffix, as its two
+sides: one product serves both directions. For a decay per head the B, G and T of decays are 1.
 """
 
 from collections.abc import Iterator
@@ -21,23 +21,23 @@ from lightscale.kernels.lion.state import Gate
 # Elements of one operand of a chunk batch: 0.5 MiB in fp32, as in lightning attention.
 _BATCH_ELEMENTS = 2**17
 
-# Stands for -inf, whose exponential is 0 too: differences of infinities would be NaN.
+# Replaces -inf, whose exponential is 0 too: differences of infinities would be NaN.
 _LOWEST = -1000.0
 
 
 class LogDecaySums(NamedTuple):
-    """Sums of log decays (B, T, H) from the start of what they are over, in fp64: large ones are subtracted."""
+    """Sums of log decays (B, T, H) from the start of a row or chunk, in fp64, because large sums are subtracted."""
 
     forward: Tensor
-    """By which what comes from before is decayed: exclusive for gates "leave", inclusive for "enter"."""
+    """Sums for the decay from earlier tokens: exclusive for gates "leave", inclusive for "enter"."""
     backward: Tensor
-    """By which what comes from behind is decayed: the other one."""
+    """Sums for the decay from later tokens: inclusive for gates "leave", exclusive for "enter"."""
     total: Tensor
     """(B, 1, H)."""
 
 
 def sums_of(log_decay: Tensor, gate: Gate) -> LogDecaySums:
-    """Those of log decays (B, T, H) over all of T."""
+    """The sums of log decays (B, T, H) over all of T."""
     logs = log_decay.detach().double().clamp(min=_LOWEST)
     upto = logs.cumsum(1)
     # Shifted, not upto - logs, which would round.
@@ -47,12 +47,12 @@ def sums_of(log_decay: Tensor, gate: Gate) -> LogDecaySums:
 
 
 def write_weights(sums: LogDecaySums) -> Tensor:
-    """(B, T, H, 2): how much of what a token writes leaves T on the right and on the left. No exponent is above 0."""
+    """(B, T, H, 2): the decay from each token to the right and left end of T. No exponent is above 0."""
     return torch.stack([sums.total - sums.forward, sums.backward], -1).clamp(max=0.0).exp()
 
 
 def read_weights(sums: LogDecaySums) -> Tensor:
-    """(B, T, H, 2): how much a token reads of what enters T on the left and on the right."""
+    """(B, T, H, 2): the decay from the left and right end of T to each token."""
     return torch.stack([sums.forward, sums.total - sums.backward], -1).clamp(max=0.0).exp()
 
 
@@ -67,7 +67,7 @@ class LionChunkDecays:
 
 
 def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> LionChunkDecays:
-    """Those by log decays (B, G, L, H)."""
+    """The decays of chunks with log decays (B, G, L, H)."""
     num_rows, num_chunks = log_decay.shape[:2]
     sums = sums_of(log_decay.flatten(0, 1), gate)
 
@@ -75,7 +75,7 @@ def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> LionChunk
         return x.unflatten(0, (num_rows, num_chunks)).transpose(2, 3).to(dtype)
 
     forward, backward = (x.transpose(1, 2).contiguous() for x in (sums.forward, sums.backward))
-    # Of the two differences one is at most 0: that of the direction in which the pair lies.
+    # One of the two differences is at most 0: the one of the pair's direction.
     between = forward[..., :, None] - forward[..., None, :]
     between = torch.minimum(between, backward[..., None, :] - backward[..., :, None])
     return LionChunkDecays(
@@ -90,17 +90,17 @@ def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> LionChunk
 class LionBatch(Chunks):
     """Neighbouring chunks of equal length of every row, and the operations on them.
 
-    Tensors of a batch are (B, G, H, L, width), contiguous. Documents select instead of multiplying by zero, so that a
-    state that overflowed in one document gives no NaN in the next.
+    Tensors of a batch are (B, G, H, L, width), contiguous. Documents select instead of multiplying by zero: a state
+    that overflowed in one document gives no NaN in the next.
     """
 
     decays: LionChunkDecays
     masks: ChunkMasks | None
 
     def load(self, x: Tensor, dtype: torch.dtype, *, last: Tensor | float | None = None) -> Tensor:
-        """A copy of this batch's tokens of x (B, T, H, width); with one more column where ``last`` is given.
+        """A copy of this batch's tokens of x (B, T, H, width), and ``last``, if given, as one more column.
 
-        ``last`` is (B, G, H, L), or one number for all.
+        ``last`` is (B, G, H, L), or one number for all tokens.
         """
         if last is None:
             return self.copied(x, dtype)
@@ -136,7 +136,7 @@ class LionBatch(Chunks):
         return self._weighted(found, weights, writes=writes)
 
     def _weighted(self, x: Tensor, weights: Tensor, *, writes: bool) -> Tensor:
-        """x (…, 2, L, width), each side weighted, and zero for tokens whose state it is not."""
+        """x (…, 2, L, width), each side weighted, and zero for tokens outside the state's document."""
         x = x * weights.mT[..., None]
         for side, kept in enumerate(self._kept(writes=writes)):
             if kept is not None:
@@ -144,9 +144,9 @@ class LionBatch(Chunks):
         return x
 
     def _kept(self, *, writes: bool) -> tuple[Tensor | None, Tensor | None]:
-        """(B, G, 1, L, 1) of both sides: which tokens write to the states that leave a chunk, or read what enters.
+        """(B, G, 1, L, 1) of both sides: tokens that write to the states that leave a chunk, or read those that enter.
 
-        On the right a chunk borders on the document of its last token, on the left on that which comes in.
+        On the right a chunk borders on the document of its last token, on the left on the document that enters.
         """
         if self.masks is None:
             return None, None
@@ -154,9 +154,9 @@ class LionBatch(Chunks):
         return (right, left) if writes else (left, right)
 
     def scan_(self, shares: Tensor, running: Tensor, *, side: int, reverse: bool) -> Tensor:
-        """Pass one side's state (B, H, K, W) through the chunks, and return what is passed on.
+        """Pass one side's state (B, H, K, W) through the chunks, and return the state that leaves the last.
 
-        What each chunk adds, ``shares[…, side, :, :]``, is overwritten with what it receives.
+        The call overwrites each chunk's share, ``shares[…, side, :, :]``, with the state that enters the chunk.
         """
         for chunk in reversed(range(self.num_chunks)) if reverse else range(self.num_chunks):
             decay = self.decays.through[:, min(chunk, self.decays.through.size(1) - 1)]
@@ -165,7 +165,7 @@ class LionBatch(Chunks):
         return running
 
     def passing(self, states: Tensor, dstates: Tensor) -> Tensor:
-        """(B, G, H, 1): ⟨S, dS⟩ of what passes the whole chunk, on both sides; S enters it and dS is of what leaves."""
+        """(B, G, H, 1): ⟨S, dS⟩ through the whole chunk, on both sides; S enters it, dS is the leaving cotangent."""
         products = (states * dstates).sum((-3, -2, -1)).unsqueeze(-1) * self.decays.through[..., 0]
         return products if self.masks is None else products.masked_fill(~self.masks.through[..., 0], 0.0)
 

@@ -6,8 +6,8 @@ the normaliser's column, else V. Inside, everything is fp32, or fp64 for fp64 in
 dtype of their inputs.
 
 Arguments of all passes: queries q and keys k (B, T, H, K), values v and cotangents do of the outputs (B, T, H, V).
-log_decay is (H,), (B, T, H) or None. T may be 0. cu_seqlens (N+1,) are the boundaries of documents, or None, and gate
-is that of ``lion``. chunk_size is the number of tokens of a chunk.
+log_decay is (H,), (B, T, H) or None. T may be 0. cu_seqlens (N+1,) are the boundaries of documents, or None. gate is
+the argument of ``lion``. chunk_size is the number of tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ _SUM_TOKENS = 1024
 
 
 def decays_or_none(log_decay: Tensor | None, q: Tensor) -> Tensor:
-    """``log_decay``, or the zeros of each head."""
+    """``log_decay`` (H,) or (B, T, H), or zeros (H,)."""
     return torch.zeros(q.shape[2], device=q.device) if log_decay is None else log_decay
 
 
@@ -45,16 +45,16 @@ def _last(normalize: bool) -> float | None:
 
 
 class LionCotangents(NamedTuple):
-    """Of the sums Y = [o · normaliser, normaliser] before the division, Y's width being W."""
+    """Cotangents of the sums Y = [o · normaliser, normaliser] (…, W) before the division."""
 
     scale: Tensor | None
-    """(B, T, H): 1 / normaliser, by which do becomes the first V columns; 0 where nothing was read."""
+    """(B, T, H): 1 / normaliser, the factor of do in the first V columns; 0 where the normaliser is 0."""
     last: Tensor | None
     """(B, T, H): the last column, -(do · o) / normaliser."""
 
 
 def cotangents_of(do: Tensor, outputs: LionOutputs) -> LionCotangents:
-    """Those by do (B, T, H, V)."""
+    """The cotangents of the sums, from do (B, T, H, V)."""
     o, normalizer = outputs
     if normalizer is None:
         return LionCotangents(None, None)
@@ -91,7 +91,7 @@ def _weighted_outers(x: Tensor, y: Tensor, last: Tensor | float | None, weights:
 
 
 def _kept(cu_seqlens: Tensor | None, x: Tensor, *, writes: bool) -> tuple[Tensor, Tensor]:
-    """Which tokens write to what leaves a row on each side, or read what enters, (B, T, 1, 2); and (B, 1) if all do."""
+    """(B, T, 1, 2): tokens that write to the states that leave a row, or read those that enter; (B, 1): all do."""
     num_rows, num_tokens = x.shape[:2]
     if cu_seqlens is None:
         through = torch.ones(num_rows, 1, dtype=torch.bool, device=x.device)
@@ -112,16 +112,16 @@ def state_fwd(
     gate: Gate = "leave",
     normalize: bool = True,
 ) -> tuple[LionState, Tensor]:
-    """The summary of a row for the ranks on both sides: S_out = D ⊙ S_in + S_loc, for prefix and suffix alike.
+    """The summary of a row for the ranks on both sides: S_out = D ⊙ S_in + S_loc, for prefix and suffix.
 
     Args:
-        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business: nothing
-            passes that border then, in neither direction.
+        cu_seqlens: (N+1,) or None. If the row's first token begins a document, the caller passes no state across that
+            border in either direction.
         normalize: whether states have the normaliser's column.
 
     Returns:
-        S_loc, what leaves the row on the right and on the left from zero states, (B, H, K, W) each, and D (B, H), the
-        decay through the row, the same for both: 0 where a document begins inside the row.
+        S_loc, the states that leave the row on the right and on the left from zero states, (B, H, K, W) each. D (B, H),
+        the decay through the row in both directions: 0 where a document begins inside the row.
     """
     sums = sums_of(_by_token(log_decay, k), gate)
     kept, through = _kept(cu_seqlens, k, writes=True)
@@ -147,11 +147,11 @@ def state_bwd(
 ) -> LionState:
     """The cotangents of a row's incoming states that come from the row's own outputs, (B, H, K, W) each.
 
-    The whole cotangent is this + D ⊙ that of the state that leaves, with the D of ``state_fwd``. A caller whose row
-    begins with a new document takes the prefix' as 0.
+    The whole cotangent is the result + D ⊙ the cotangent of the state that leaves, with the D of ``state_fwd``. A
+    caller whose row begins with a new document takes 0 for the prefix.
 
     Args:
-        outputs: of ``out_fwd``.
+        outputs: the outputs of ``out_fwd``.
     """
     with torch.autocast(q.device.type, enabled=False):
         sums = sums_of(_by_token(log_decay, q), gate)
@@ -175,7 +175,7 @@ def _scan(
 ) -> LionState:
     """Pass two states through all chunks, from both ends of the rows; see ``LionBatch.scan_``.
 
-    When ``transposed`` they are cotangents: the one that goes to the right is of the suffix, the second side.
+    When ``transposed`` they are cotangents: the one that goes to the right belongs to the suffix, the second side.
     """
     for batch, of_batch in zip(batches, shares, strict=True):
         prefix = batch.scan_(of_batch, prefix, side=int(transposed), reverse=False)
@@ -204,7 +204,7 @@ def out_fwd(
         state: (B, H, K, W) each, zero when None; only the row's first document reads the prefix, only its last one the
             suffix.
         normalize: whether to divide by the sums of the scores.
-        eps: added to them, once.
+        eps: added once to each sum.
     """
     dtype = state_dtype(q.dtype)
     decays = decays_or_none(log_decay, q)
@@ -222,7 +222,7 @@ def out_fwd(
             continue
         below = Y[..., -1:] + eps
         batch.store(normalizer, below[..., 0])
-        # Where nothing was written, as in a row of padding, nothing is read.
+        # The sum is 0 without writes, as in a row of padding.
         batch.store(o, torch.where(below == 0, 0.0, Y[..., :-1] / torch.where(below == 0, 1.0, below)))
     return LionOutputs(o, normalizer), leaving
 
@@ -233,15 +233,15 @@ def _writes(batch: LionBatch, k: Tensor, v: Tensor, dtype: torch.dtype, *, norma
 
 
 class LionGradients(NamedTuple):
-    """Of a row's inputs, each of its input's shape."""
+    """Gradients of a row's inputs, each of its input's shape."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
-    """None unless asked for; those of heads (H,) ranks add up."""
+    """None unless requested; for decays per head (H,) the caller sums it over ranks."""
     state: LionState
-    """Of the states that entered: what ``state_bwd`` gives + D ⊙ the cotangents of those that left."""
+    """Gradients of the entering states: the result of ``state_bwd`` + D ⊙ the cotangents of the leaving states."""
 
 
 @without_autocast
@@ -260,10 +260,10 @@ def grad_bwd(
     with_decay: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> LionGradients:
-    """The gradients of a row's q, k, v, of its incoming states and, as asked for, of log_decay.
+    """The gradients of a row's q, k, v, of its incoming states and, on request, of log_decay.
 
     Args:
-        outputs: of ``out_fwd``; whether they were normalised is known by them.
+        outputs: the outputs of ``out_fwd``, with the normaliser if there is one.
         state: the states (B, H, K, W) that entered the row; zero when None.
         dstate: the cotangents (B, H, K, W) of the states that left it, or a function that waits for them; zero when
             None.
@@ -275,7 +275,7 @@ def grad_bwd(
     of_sums = cotangents_of(do, outputs)
     states = [_writes(batch, k, v, dtype, normalize=normalize) for batch in batches]
     _scan(batches, states, *_or_zeros(state, q, v, normalize=normalize))
-    # What a token reads of the states it writes to their cotangents: the same scans, each in the other direction.
+    # A read of a state is a write to its cotangent: the same scans, each in the other direction.
     dstates = []
     for batch in batches:
         dY_g = _load_cotangents(batch, do, of_sums, dtype)
@@ -312,18 +312,18 @@ def grad_bwd(
 
 
 def decay_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, gate: Gate) -> Tensor:
-    """The part (…, L) of dlog_decay by what is written or read in a chunk: what crosses token t is decayed by its gate.
+    """The part (…, L) of dlog_decay by the reads and writes in a chunk: the gate of token t decays all that cross t.
 
-    Each pair is added once: as differences of sums over tokens, most of it would cancel.
+    Each pair is added once: most of a difference of sums over tokens would cancel.
 
     Args:
-        pairs: (…, L, L) of a pair's score, decayed, and what its output says of that.
+        pairs: (…, L, L), a pair's decayed score times the cotangent of the score.
         reads: (…, 2, L), q · dq by the states of each side.
         writes: (…, 2, L), k · dk by their cotangents.
         gate: as in ``lion``.
     """
     leaves = gate == "leave"
-    # From left tokens to right ones, with what these read of the prefix; then from right ones to left ones.
+    # From left tokens to right ones, with the reads of the prefix; then from right ones to left ones.
     to_the_right = _crossing(pairs, reads[..., 0, :], exclusive=not leaves)
     to_the_left = _crossing(pairs.mT, writes[..., 1, :], exclusive=leaves)
     return to_the_right + to_the_left + _upto(writes[..., 0, :], not leaves) + _upto(reads[..., 1, :], leaves)
@@ -331,15 +331,15 @@ def decay_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, gate: Gate) -> 
 
 def _upto(x: Tensor, exclusive: bool) -> Tensor:
     """The sums of x (…, L) through each token, or before it."""
-    # Not products with a matrix of zeros and ones: what overflowed in one document would reach others as NaN.
+    # Not products with a matrix of zeros and ones: an overflow in one document would reach others as NaN.
     sums = x.cumsum(-1)
     return torch.nn.functional.pad(sums, (1, -1)) if exclusive else sums
 
 
 def _crossing(pairs: Tensor, before: Tensor, *, exclusive: bool) -> Tensor:
-    """Σ (…, L) of pairs (…, L, L) of a token behind each gate and one that is not, and of ``before`` (…, L) behind it.
+    """Σ (…, L) of the pairs (…, L, L) on two sides of each gate, and of ``before`` (…, L) behind the gate.
 
-    A token's own gate is behind it, or when ``exclusive`` it is behind its gate.
+    A token lies before its own gate if ``exclusive`` is False, else behind it.
     """
     token = torch.arange(pairs.size(-1), device=pairs.device)
     behind = token[:, None] >= token if exclusive else token[:, None] > token
@@ -369,7 +369,7 @@ class ChunkedLion(torch.autograd.Function):
     def backward(
         ctx: Any, do: Tensor | None, dprefix: Tensor | None, dsuffix: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
         q, k, v, log_decay, prefix, suffix, cu_seqlens, o, normalizer = ctx.saved_tensors
         entered = None if prefix is None else LionState(prefix, suffix)
         outputs = LionOutputs(o, normalizer)

@@ -1,4 +1,4 @@
-"""LION as two recurrences, one token at a time: the form that needs no more than two states at inference."""
+"""LION as two recurrences, one token at a time: inference in this form keeps two states alone."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ def lion_reference(
 ) -> tuple[Tensor, LionState]:
     """The recurrences of LION (Theorem 3.3, equations 20 to 25), with half of the diagonal in each and one division.
 
-    Arguments and results are those of ``lion``; the states are those that leave the row on both sides. Computed in the
-    dtype of the inputs, so fp64 inputs give an fp64 oracle, and differentiated by autograd. The chunked form shares
-    none of it.
+    Arguments and results are those of ``lion``; the states are the two that leave the row. All arithmetic has the dtype
+    of the inputs: fp64 inputs give an fp64 oracle. Autograd differentiates it. The chunked form shares no code with it.
 
-    With log decays per value channel (B, T, H, V), C.7's vector gate, channels are also divided by a sum each, and the
-    states have V columns of it.
+    With log decays per value channel (B, T, H, V), C.7's vector gate, each channel has a divisor of its own. The states
+    then have V columns for the divisors.
     """
     num_rows, _, num_heads = q.shape[:3]
     log_decay = k.new_zeros(()) if log_decay is None else log_decay
@@ -53,7 +52,7 @@ def lion_reference(
     outputs: list[Tensor] = []
     for t, (q_t, k_t, v_t) in enumerate(tokens):
         prefix = cleared(prefix, begins[t])
-        # "enter": what comes to a token is decayed by that token's gate; "leave": what goes on from it.
+        # "enter": a token's gate decays the state that enters the token; "leave": the state that leaves it.
         reached = decays[t] * prefix
         outputs.append(read(q_t, k_t, v_t, reached if gate == "enter" else prefix))
         prefix = reached + written(k_t, v_t) * (1.0 if gate == "enter" else decays[t])

@@ -1,34 +1,34 @@
-"""The two states of a bidirectional operator, what it keeps of its outputs, and its gates."""
+"""The two states of a bidirectional operator, its saved outputs, and its gates."""
 
 from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
 Gate = Literal["leave", "enter"]
-"""Between two tokens stand their decays and all between them, but one: "leave" leaves out that of the token that is
-reached, "enter" that of the one that is left."""
+"""The decay between two tokens is the product of their decays and all decays between them, except one. "leave" omits
+the decay of the token that is reached, "enter" the decay of the token that is left."""
 GATES: tuple[str, ...] = get_args(Gate)
 
 
 class LionState(NamedTuple):
     """Sums of k [v, 1]ᵀ, decayed, of the tokens on both sides of a row, (B, H, K, W) each, fp32 (fp64 for fp64 inputs).
 
-    W is V + 1: the last column is the normaliser's, the sum of the keys. Without a normaliser W is V.
+    W is V + 1: the last column is the normaliser's, the decayed sum of the keys. Without a normaliser W is V.
     """
 
     prefix: Tensor
-    """Of the tokens before."""
+    """State of the tokens before."""
     suffix: Tensor
-    """Of the tokens behind."""
+    """State of the tokens behind."""
 
 
 class LionOutputs(NamedTuple):
-    """What the backward pass takes of the forward pass, beside the inputs."""
+    """Results of the forward pass that the backward pass reads beside the inputs."""
 
     o: Tensor
     """(B, T, H, V), in v's dtype."""
     normalizer: Tensor | None
-    """(B, T, H): what the outputs were divided by, ε included; None without one."""
+    """(B, T, H): the divisor of the outputs, including ε; None without normalisation."""
 
 
 def transposed(gate: Gate) -> Gate:

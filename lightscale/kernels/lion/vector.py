@@ -2,12 +2,12 @@
 
     Y_i,c = Σ_j M_ij,c (q_i · k_j) v_j,c        o_i,c = Y_i,c / (Σ_j M_ij,c (q_i · k_j) + ε)
 
-M_ij,c is the product of the decays of channel c between the tokens i and j, as in ``lion``, 1 for i = j. The division
-is by channel, as the code beside the equation has it, which scales the tensor of scores along its keys.
+M_ij,c is the product of the decays of channel c between the tokens i and j, as in ``lion``, 1 for i = j. Each channel
+has its own divisor, as in the code beside the equation, which scales the tensor of scores along its keys.
 
-There are no kernels of its own. A scan that decays channels of values, S_t = diag(a_t) S_{t-1} + v_t k_tᵀ, is that of
-``../gla`` with keys and values exchanged; but it is read along the keys, y_t = S_t q_t, as in ``../gla`` only the
-gradient of the queries is. So each of its passes is one of ``gla``'s, forward along the row and along its mirror image;
+The operator has no kernels of its own. Its scan, S_t = diag(a_t) S_{t-1} + v_t k_tᵀ, decays channels of values: it is
+the scan of ``../gla`` with keys and values exchanged. But the read is along the keys, y_t = S_t q_t, as in the gradient
+of ``../gla``'s queries. So each pass is one of ``gla``'s, along the row and along its mirror image;
 docs/reference/operators/lion.md has the table.
 """
 
@@ -45,16 +45,16 @@ def lion_vector(
 ) -> Tensor:
     """Linear attention of every token to all tokens of its document: linear in T, differentiable in every input.
 
-    Half precision is computed in fp32: both directions have the diagonal, which is taken off once.
+    Half precision is computed in fp32: both directions include the diagonal, which is subtracted once.
 
     Args:
-        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides; feature maps are the caller's.
+        q: queries (B, T, H, K), fp16, bf16, fp32 or fp64, any strides; the caller applies feature maps.
         k: keys (B, T, H, K), of q's dtype.
         v: values (B, T, H, V), of q's dtype.
         log_decay: log of the decay per head, token and value channel (B, T, H, V), fp32 or fp64, at most 0.
         gate: as in ``lion``.
         normalize: divide each channel by the sum of its masked scores.
-        eps: added to them once. Where the sum is 0 all the same, the output is 0.
+        eps: added once to the sum. Where the result is 0, the output is 0.
         cu_seqlens: (N+1,) document boundaries over the flattened B·T tokens, every row start included.
         backend: as in ``lion``.
 
@@ -62,7 +62,7 @@ def lion_vector(
         The outputs (B, T, H, V) in v's dtype.
 
     Raises:
-        UserError: a shape, dtype, device, gate or backend that does not fit; the message names the argument.
+        UserError: a shape, dtype, device, gate or backend does not fit; the message names the argument.
     """
     check_inputs(q, k, v)
     if log_decay.shape != v.shape:
@@ -86,11 +86,10 @@ def lion_vector(
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
-    """Rows as one of the two scans goes through them: from the left, or from the right, with decays where ``gla`` has
-    them, at the token that is entered.
+    """Rows in the order of one of the two scans, from the left or the right; decays precede writes, as in ``gla``.
 
-    For ``leave`` a token is entered by the gate of the one before. A token without key and value behind the row is
-    entered by that of the last one, so that states leave the row as the next token meets them.
+    For ``leave`` the decay of a token is the gate of the token before. One more token behind the row, without key and
+    value, takes the gate of the last token: the states leave the row as the next token reads them.
     """
 
     reverse: bool
@@ -98,30 +97,30 @@ class _Way:
     cu_seqlens: Tensor | None
 
     def tokens(self, x: Tensor) -> Tensor:
-        """x (B, T, H, width) as the scan meets it."""
+        """x (B, T, H, width) in the order of the scan."""
         x = self.rows(x, 1)
         return F.pad(x, (0, 0, 0, 0, 0, 1)) if self.leaves else x
 
     def decays(self, x: Tensor) -> Tensor:
-        """Log decays (B, T, H, width) likewise."""
+        """Log decays (B, T, H, width) in the order of the scan."""
         x = self.rows(x, 1)
         return F.pad(x, (0, 0, 0, 0, 1, 0)) if self.leaves else x
 
     def back(self, x: Tensor) -> Tensor:
-        """What ``tokens`` has changed, changed back."""
+        """The inverse of ``tokens``."""
         return self.rows(x[:, :-1] if self.leaves else x, 1)
 
     def decays_back(self, x: Tensor) -> Tensor:
-        """What ``decays`` has."""
+        """The inverse of ``decays``."""
         return self.rows(x[:, 1:] if self.leaves else x, 1)
 
     def rows(self, x: Tensor, *dims: int) -> Tensor:
-        """The order of rows, and of ``dims``: the mirror image of all tokens flattened is one flip."""
+        """x with its rows and ``dims`` in the order of the scan: one flip mirrors all tokens flattened."""
         return x.flip(0, *dims) if self.reverse else x
 
 
 def _ways(x: Tensor, gate: Gate, cu_seqlens: Tensor | None) -> Iterator[_Way]:
-    """From the left, for the prefix, and from the right, of rows like x (B, T, …)."""
+    """The scan from the left, for the prefix, and the scan from the right, of rows like x (B, T, …)."""
     num_rows, num_tokens = x.shape[:2]
     leaves = gate == "leave"
     for reverse in (False, True):
@@ -135,18 +134,18 @@ def _ways(x: Tensor, gate: Gate, cu_seqlens: Tensor | None) -> Iterator[_Way]:
 
 
 def _passes(x: Tensor) -> ModuleType:
-    """What computes tensors like x: ``gla``'s passes."""
+    """The module of ``gla``'s passes for tensors like x."""
     found: ModuleType = implementation(_NAME, choose_backend(_NAME, x))
     return found
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """In the states' dtype."""
+    """The tensors in the states' dtype."""
     return [x.to(state_dtype(tensors[0].dtype)) for x in tensors]
 
 
 def _values(v: Tensor, log_decay: Tensor, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The channels (B, T, H, U) that are scanned, and their log decays: values, and behind them ones."""
+    """The scanned channels (B, T, H, U) and their log decays: values, and with a normaliser ones behind them."""
     log_decay = log_decay.detach().to(v.dtype)
     if not normalize:
         return v, log_decay
@@ -154,7 +153,7 @@ def _values(v: Tensor, log_decay: Tensor, *, normalize: bool) -> tuple[Tensor, T
 
 
 def _cotangents(do: Tensor, outputs: LionOutputs) -> Tensor:
-    """Of the sums (B, T, H, U) by those of the outputs."""
+    """The cotangents (B, T, H, U) of the sums, from the outputs' cotangents."""
     if outputs.normalizer is None:
         return do
     empty = outputs.normalizer == 0
@@ -176,8 +175,7 @@ def state_fwd(
     """The summary of a row for the ranks on both sides; see ``state_fwd`` of ``chunked.py``.
 
     Returns:
-        S_loc, (B, H, U, K) each, with U channels of values and, when they are normalised, as many of ones; and
-        D (B, H, U).
+        S_loc, (B, H, U, K) each, with U channels: values and, with a normaliser, as many ones; and D (B, H, U).
     """
     k, v = _wide(k, v)
     values, decays = _values(v, log_decay, normalize=normalize)
@@ -185,7 +183,7 @@ def state_fwd(
     for way in reversed(list(_ways(k, gate, cu_seqlens))):
         state, through = _passes(k).state_fwd(way.tokens(values), way.tokens(k), way.decays(decays), way.cu_seqlens)
         states.append(way.rows(state))
-    # The last one is the prefix'; that of the suffix is of the same decays.
+    # The last D is the prefix'; the suffix has the same decays.
     return LionState(*reversed(states)), through
 
 
@@ -204,7 +202,7 @@ def out_fwd(
     eps: float = 0.0,
     passes: ModuleType | None = None,
 ) -> tuple[LionOutputs, None]:
-    """The outputs of a row that ``state`` enters, (B, H, U, K) each; what leaves it ``state_fwd`` knows.
+    """The outputs of a row that ``state`` enters, (B, H, U, K) each; ``state_fwd`` returns the states that leave.
 
     The normaliser is (B, T, H, V). See ``out_fwd`` of ``chunked.py``.
     """
@@ -212,7 +210,7 @@ def out_fwd(
     q, k, v = _wide(q, k, v)
     values, decays = _values(v, log_decay, normalize=normalize)
     gla = passes or _passes(q)
-    # Each token reads itself once.
+    # Subtracted, so that each token reads itself once.
     Y = -(q * k).sum(-1, keepdim=True) * values
     for way, entering in zip(_ways(q, gate, cu_seqlens), state or (None, None), strict=True):
         written = way.tokens(values), way.tokens(k), way.decays(decays)
@@ -250,7 +248,7 @@ def state_bwd(
 
 
 class VectorGradients(NamedTuple):
-    """Of a row's inputs, each of its input's shape and dtype."""
+    """Gradients of a row's inputs, each of its input's shape and dtype."""
 
     q: Tensor
     k: Tensor
@@ -275,7 +273,7 @@ def grad_bwd(
     with_decay: bool = True,
     passes: ModuleType | None = None,
 ) -> VectorGradients:
-    """The gradients of a row's inputs; arguments as of ``grad_bwd`` in ``chunked.py``, dlog_decay always comes."""
+    """The gradients of a row's inputs, always with dlog_decay; arguments as in ``grad_bwd`` of ``chunked.py``."""
     dtypes = [x.dtype for x in (q, k, v, log_decay)]
     q, k, v, do = _wide(q, k, v, do)
     values, decays = _values(v, log_decay, normalize=outputs.normalizer is not None)
@@ -287,7 +285,7 @@ def grad_bwd(
         (way, (way.tokens(dY), way.tokens(values), way.tokens(k), way.decays(decays)), _rows(way, entering))
         for way, entering in zip(_ways(q, gate, cu_seqlens), state or (None, None), strict=True)
     ]
-    # Before what waits for the cotangents of the states that leave.
+    # Before the part that waits for the cotangents of the leaving states.
     for way, inputs, entering in ways:
         dq += way.back(gla.out_fwd(*inputs, entering, way.cu_seqlens)[0])
     for (way, inputs, entering), leaving in zip(ways, arrived(dstate) or (None, None), strict=True):

@@ -1,8 +1,8 @@
 """The log of running sums of exponentials, z_t = log Σ_{s ≤ t} e^{b_s}: CausalRN's and BiRN's operator in linear time.
 
 Σ_s e^{a_t + b_s} = e^{a_t + z_t} (CausalRN, "Linear-Time Sequence Modeling with MLPs", equation 9), so that a state is
-one number per channel. ``log_sum`` is causal, ``log_sum_whole`` reads all of a document; sequence parallelism and
-generation are built from the passes beside them. docs/reference/operators/log-sum.md has the mathematics.
+one number per channel. ``log_sum`` is causal, ``log_sum_whole`` reads whole documents. Sequence parallelism and
+generation use the passes in this package. docs/reference/operators/log-sum.md has the mathematics.
 """
 
 from torch import Tensor
@@ -48,19 +48,19 @@ def log_sum(
 
     Args:
         b: (B, T, D), fp16, bf16, fp32 or fp64, any size and strides; -inf adds nothing.
-        initial_state: (B, D), the sum that enters each row, fp32 (fp64 for fp64 inputs); nothing when None. Only the
+        initial_state: (B, D), the log-sum that enters each row, fp32 (fp64 for fp64 inputs); log 0 when None. Only the
             first document of a row reads it.
         cu_seqlens: (N+1,) int32 or int64 document boundaries over the flattened B·T tokens, every row start included.
             No state passes from one document to the next.
-        chunk_size: most tokens of a chunk; a matter of speed only.
+        chunk_size: most tokens per chunk; affects the speed alone.
         backend: "auto", "triton", "chunked", "reference" (all pairs, slow).
 
     Returns:
-        z (B, T, D), fp32 (fp64 for fp64 inputs): a logarithm that half precision would round by up to 12 %. That of a
-        row's last token is the state behind the row.
+        z (B, T, D), fp32 (fp64 for fp64 inputs): half precision would round e^z by up to 12 %. The z of a row's last
+        token is the state behind the row.
 
     Raises:
-        UserError: a shape, dtype, device or backend that does not fit; the message names the argument.
+        UserError: a shape, dtype, device or backend does not fit; the message names the argument.
     """
     _check(b)
     if initial_state is not None:
@@ -81,8 +81,8 @@ def log_sum(
 def log_sum_whole(b: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """log Σ_s e^{b_s} over the whole document of each token, (B, T, D).
 
-    Arguments, result and errors are those of ``log_sum``; without cu_seqlens a row is one document. Where it is on the
-    host, a GPU is not waited for.
+    Arguments, result and errors are those of ``log_sum``; without cu_seqlens a row is one document. With cu_seqlens on
+    the host, the call does not wait for a GPU.
     """
     _check(b)
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu":

@@ -1,11 +1,11 @@
 """The running log-sum-exp in chunks, and its gradients by hand.
 
-Forward each chunk is a scan by itself, all chunks side by side; then what enters each chunk is added. Backward
+Forward, a scan per chunk, all chunks side by side; then the sum that enters each chunk is added. Backward,
 
     dz̄_s = Σ_{t ≥ s} e^{z_s - z_t} dz_t = dz_s + e^{z_s - z_{s+1}} dz̄_{s+1},    db_s = e^{b_s - z_s} dz̄_s
 
-is a scan from the end, in chunks too. z does not fall along a document, so no exponent is above 0. The cotangent of
-what enters a row is e^{z_in - z_t} dz_t, summed over its first document: between sequence ranks z alone travels.
+is a scan from the end, in chunks too. z does not fall along a document, so no exponent is above 0. The cotangent of the
+state that enters a row is e^{z_in - z_t} dz_t, summed over its first document: sequence ranks exchange z alone.
 """
 
 import math
@@ -22,23 +22,23 @@ DEFAULT_CHUNK_SIZE = 64
 
 
 def weight(x: Tensor, z: Tensor) -> Tensor:
-    """e^{x - z}, and 0 where nothing was written."""
+    """e^{x - z} for x and z of one shape, and 0 where z is log 0."""
     return torch.exp(x - z.masked_fill(z == -torch.inf, 0.0))
 
 
 def document_begins(b: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-    """(B, T) whether a document begins inside the row at a token; None where none does."""
+    """(B, T): whether a document begins inside the row at a token; None where no document does."""
     if cu_seqlens is None:
         return None
     found = torch.zeros(b.shape[0] * b.shape[1] + 1, dtype=torch.bool, device=b.device)
     found = found.index_fill(0, cu_seqlens.long(), True)[:-1].view(b.shape[:2]).clone()
-    # A row's first token reads what enters the row; whether that is anything, the caller says.
+    # A row's first token reads the state that enters the row; the caller sets it to log 0 for a new document.
     found[:, :1] = False
     return found
 
 
 def _chunked(x: Tensor, size: int, value: float) -> Tensor:
-    """(B, T, …) -> (B, N, C, …), the last chunk filled up with ``value``."""
+    """(B, T, …) -> (B, N, C, …), the last chunk padded with ``value``."""
     num_tokens = x.shape[1]
     chunks = -(-num_tokens // size)
     padding = [0, 0] * (x.dim() - 2) + [0, chunks * size - num_tokens]
@@ -46,7 +46,7 @@ def _chunked(x: Tensor, size: int, value: float) -> Tensor:
 
 
 def _size(num_tokens: int, chunk_size: int) -> int:
-    """Tokens of a chunk: as many steps inside of chunks as from chunk to chunk, where that is less."""
+    """Tokens of a chunk: the same number of steps inside chunks as over the chunks, or ``chunk_size`` if it is less."""
     return max(1, min(chunk_size, math.isqrt(max(0, num_tokens - 1)) + 1))
 
 
@@ -83,7 +83,7 @@ def out_fwd(
 
 @without_autocast
 def state_fwd(b: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The sum (B, D) of each row's last document in the row, and (B,) 0 where that begins inside the row."""
+    """The log-sum (B, D) of each row's last document in the row, and (B,) 0 where it begins inside the row."""
     dtype, starts = state_dtype(b.dtype), document_begins(b, cu_seqlens)
     if not b.shape[1]:
         return torch.full_like(b[:, :0].sum(1), -torch.inf, dtype=dtype), torch.ones_like(
@@ -103,7 +103,7 @@ def state_bwd(z: Tensor, dz: Tensor, state: Tensor, cu_seqlens: Tensor | None = 
     """The cotangent (B, D) of the state that enters each row, by the row's own outputs z (B, T, D)."""
     share, starts = weight(state[:, None], z), document_begins(z, cu_seqlens)
     if starts is not None:
-        # Of a later document z may be smaller than the state: the exponential is not to be multiplied by 0.
+        # z of a later document may be smaller than the state: selected, because ∞ · 0 is NaN.
         share = share.masked_fill((starts.cumsum(1) > 0)[..., None], 0.0)
     return (share * dz).sum(1)
 
@@ -122,8 +122,8 @@ def grad_bwd(
     Args:
         b, z: inputs and outputs.
         dz: cotangent of the outputs.
-        dstate: that of the state (B, D) behind each row's last token, or a function that waits for it.
-        cu_seqlens, chunk_size: as of ``out_fwd``.
+        dstate: cotangent of the state (B, D) behind each row's last token, or a function that waits for it.
+        cu_seqlens, chunk_size: as in ``out_fwd``.
     """
     num_tokens = z.shape[1]
     from_behind = arrived(dstate)
@@ -134,7 +134,7 @@ def grad_bwd(
         # The state behind the row is z of its last token.
         dz = torch.cat([dz[:, :-1], dz[:, -1:] + from_behind[:, None].to(z.dtype)], dim=1)
     size, starts = _size(num_tokens, chunk_size), document_begins(z, cu_seqlens)
-    # How much of a token's sum is in that of the next one: nothing where a document begins.
+    # A token's share of the next token's sum: 0 where a document begins.
     log_share = z[:, :-1] - z[:, 1:].masked_fill(z[:, 1:] == -torch.inf, 0.0)
     if starts is not None:
         log_share = log_share.masked_fill(starts[:, 1:, None], -torch.inf)
@@ -144,7 +144,7 @@ def grad_bwd(
     for i in reversed(range(size)):
         running = found[:, :, i] + (shares[:, :, i] * running if i < size - 1 else 0.0)
         found[:, :, i] = running
-    # What comes from the chunk behind reaches a token by the product of the shares up to its chunk's last token.
+    # The cotangent from the chunk behind reaches a token by the product of the shares up to its chunk's last token.
     reach = torch.cat([shares[:, :, :-1], torch.ones_like(shares[:, :, -1:])], dim=2).flip(2).cumprod(2).flip(2)
     carried = torch.zeros_like(found[:, 0, 0])
     for n in reversed(range(found.shape[1])):
@@ -161,7 +161,7 @@ def recurrent_step(b: Tensor, state: Tensor) -> Tensor:
 
 
 class ChunkedLogSum(torch.autograd.Function):
-    """The operator of whole rows; saved are its inputs and outputs."""
+    """The operator of whole rows with its gradients; saves inputs and outputs."""
 
     @staticmethod
     def forward(ctx: Any, b: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int) -> Tensor:

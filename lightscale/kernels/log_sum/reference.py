@@ -1,4 +1,4 @@
-"""The oracles of tests: running sums of exponentials, and those of whole documents, written out in the log domain."""
+"""The oracles of tests: running sums of exponentials, and sums over whole documents, in the log domain."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ def log_sum_reference(
 ) -> tuple[Tensor, Tensor]:
     """z_t = log Σ_{s ≤ t} e^{b_s} per channel, all pairs at once (CausalRN, equation 9 and Figure 8).
 
-    In the dtype of the inputs, differentiated by autograd; memory grows with the square of a document's length.
+    All arithmetic has the dtype of the inputs. Autograd differentiates it; memory grows with the square of the length.
 
     Args:
         b: (B, T, D).
@@ -19,7 +19,7 @@ def log_sum_reference(
         cu_seqlens: (N+1,) document boundaries over the flattened B·T tokens, every row start included.
 
     Returns:
-        z (B, T, D), and that of each row's last token (B, D).
+        z (B, T, D), and the z (B, D) of each row's last token.
     """
     num_tokens = b.shape[1]
     rows = []

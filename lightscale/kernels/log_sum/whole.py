@@ -1,10 +1,10 @@
-"""Sums of exponentials over whole documents: every token reads one state (BiRN, equation 9).
+"""Sums of exponentials over whole documents: all tokens of a document read one state (BiRN, equation 9).
 
     z = log Σ_i e^{b_i}        db_i = e^{b_i - z} Σ_t dz_t
 
-A row may be one rank's part of a sequence. Then the sum of its first document also has what comes from before, that of
-its last one what comes from behind, and Σ dz_t likewise. ``bounds`` are document boundaries on the host, every row
-start included; None where every row is one document, or a part of one.
+A row may be one rank's part of a sequence. Then the sum of its first document includes tokens before the row, the sum
+of its last document tokens behind it. The same holds for Σ dz_t. ``bounds`` are document boundaries on the host, every
+row start included. None: every row is one document, or a part of one.
 """
 
 from itertools import pairwise
@@ -27,7 +27,7 @@ def _by_document(x: Tensor, bounds: Bounds) -> list[Tensor]:
 
 
 def _of_tokens(of_documents: Tensor, x: Tensor, bounds: Bounds) -> Tensor:
-    """(N, D) of documents as (B, T, D) of the tokens of x."""
+    """Values (N, D) of documents as values (B, T, D) of the tokens of x."""
     if bounds is None:
         return of_documents[:, None].expand(x.shape)
     parts = [one.expand(end - start, -1) for one, (start, end) in zip(of_documents, pairwise(bounds), strict=True)]
@@ -36,7 +36,7 @@ def _of_tokens(of_documents: Tensor, x: Tensor, bounds: Bounds) -> Tensor:
 
 @without_autocast
 def document_sums(b: Tensor, bounds: Bounds = None) -> Tensor:
-    """z (N, D) of each of N documents, as far as it is here; without bounds N is B."""
+    """z (N, D) of the part here of each of N documents; without bounds N is B."""
     wide = b.to(state_dtype(b.dtype))
     if not b.shape[1]:
         return torch.full_like(wide[:, :0].sum(1), -torch.inf)
@@ -45,14 +45,14 @@ def document_sums(b: Tensor, bounds: Bounds = None) -> Tensor:
 
 
 def state_fwd(b: Tensor, bounds: Bounds = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums (B, D) of each row's first and last document by themselves, and (B,) 0 where these are two."""
+    """The sums (B, D) of each row's first and last document in the row, and (B,) 0 where the two differ."""
     z = document_sums(b, bounds)
     first, last = row_ends(bounds, b)
     return z[first], z[last], (first == last).to(z.dtype)
 
 
 def total_sums(b: Tensor, sides: tuple[Tensor, Tensor] | None, bounds: Bounds = None) -> Tensor:
-    """z (N, D) of whole documents, with what comes to each row from before and from behind, (B, D) each."""
+    """z (N, D) of whole documents, from the sums (B, D) of the tokens before and behind each row."""
     z = document_sums(b, bounds)
     if sides is not None:
         for index, entering in zip(row_ends(bounds, b), sides, strict=True):
@@ -61,19 +61,19 @@ def total_sums(b: Tensor, sides: tuple[Tensor, Tensor] | None, bounds: Bounds = 
 
 
 def out_fwd(b: Tensor, z: Tensor, bounds: Bounds = None) -> Tensor:
-    """What each token of b (B, T, D) reads of whole documents' z (N, D)."""
+    """The z (B, T, D) that each token of b reads, from z (N, D) of whole documents."""
     return _of_tokens(z, b, bounds)
 
 
 @without_autocast
 def document_cotangents(dz: Tensor, bounds: Bounds = None) -> Tensor:
-    """(N, D) Σ_t dz_t of each document, as far as it is here."""
+    """Σ_t dz_t (N, D) over the part here of each document."""
     found = [part.sum(-2) for part in _by_document(dz, bounds)]
     return found[0] if bounds is None else torch.stack(found)
 
 
 def state_bwd(dz: Tensor, bounds: Bounds = None) -> tuple[Tensor, Tensor]:
-    """The cotangents (B, D) of what enters each row from before and from behind, by the row's own outputs."""
+    """The cotangents (B, D) of the sums that enter each row from both sides, by the row's own outputs."""
     own = document_cotangents(dz, bounds)
     first, last = row_ends(bounds, dz)
     return own[first], own[last]
@@ -93,8 +93,8 @@ def grad_bwd(
         b: inputs; a row may be without tokens.
         dz: cotangents of the outputs (B, T, D).
         z: of whole documents, see ``total_sums``.
-        dsides: Σ dz of tokens before each row's first document and behind its last one, (B, D) each, or a function
-            that waits for them; none when None.
+        dsides: Σ dz (B, D) of the tokens before the row in its first document, and (B, D) behind the row in its last
+            one; or a function that waits for both; zero when None.
         bounds: of documents.
     """
     own = document_cotangents(dz, bounds)
@@ -107,7 +107,7 @@ def grad_bwd(
 
 
 class DocumentLogSum(torch.autograd.Function):
-    """The operator of whole rows; saved are its inputs and the documents' sums."""
+    """The operator of whole rows with its gradient; saves the inputs and the documents' sums."""
 
     @staticmethod
     def forward(ctx: Any, b: Tensor, bounds: Bounds) -> Tensor:

@@ -1,7 +1,7 @@
 """RMS norm with an optional weight and an optional gate: y = x / sqrt(mean(x²) + eps) ⊙ weight ⊙ activation(gate).
 
-Without weight it is TransNormerLLM's SRMSNorm. The gate is what gated mixers multiply their normalised output with;
-here it costs no pass of its own. docs/reference/operators/norm.md has the mathematics.
+Without weight this is TransNormerLLM's SRMSNorm (arXiv 2307.14995). The gate is the factor of the normalised output in
+gated mixers; here it costs no pass of its own. docs/reference/operators/norm.md has the mathematics.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Reduce = Callable[[Tensor], None]
 
 
 class _Backend(Protocol):
-    """What a backend gives; see ``eager``."""
+    """Functions of a backend; see ``eager``."""
 
     def square_sums(self, x: Tensor) -> Tensor: ...
 
@@ -41,7 +41,7 @@ class _Backend(Protocol):
 
 
 class _Norm(torch.autograd.Function):
-    """Saves the inputs and one number per row."""
+    """The norm with its gradients; saves the inputs and one number per row."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class _Norm(torch.autograd.Function):
         inputs = NormInputs(x, weight, gate, ctx.gate_activation)
         sums = None
         if ctx.reduce is not None:
-            # Every rank scales its own channels by the common mean square, so its cotangents are summed too.
+            # Every rank scales its own channels by the common mean square, so the ranks' cotangents are summed too.
             sums = ctx.backend.cotangent_sums(inputs, rstd, dy)
             ctx.reduce(sums)
         return (*ctx.backend.norm_bwd(inputs, rstd, dy, ctx.width, sums), None, None, None, None, None)
@@ -90,7 +90,7 @@ def norm(
 ) -> Tensor:
     """RMS norm over the last dimension, times ``weight`` and the activated ``gate``; differentiable in all three.
 
-    Computed in fp32 for half precision and rounded once, behind the gate.
+    Half precision is computed in fp32 and rounded once, behind the gate.
 
     Args:
         x: (..., D), fp16, bf16, fp32 or fp64. Two leading dimensions of any strides are read without a copy.
@@ -98,9 +98,9 @@ def norm(
         gate: (..., D), of x's shape and dtype, or None.
         gate_activation: "none", "sigmoid" or "silu", of the gate.
         eps: added to the mean square.
-        width: channels that the mean is over, where x holds this rank's part of them; D when None.
-        reduce: sums a tensor of one number per row in place over the ranks that hold the other channels; called once
-            forward and once backward. Needed when ``width`` is not D.
+        width: channels of the mean, where x holds this rank's part of the channels; D when None.
+        reduce: sums a tensor of one number per row in place over the ranks that hold the other channels. Each pass,
+            forward and backward, calls it once. Required if ``width`` is not D.
         backend: "auto", "triton" (D up to 4096), "chunked" (PyTorch's operators, in no chunks here),
             "reference" (by autograd, no ``reduce``).
 
@@ -108,7 +108,7 @@ def norm(
         (..., D) in x's dtype, contiguous.
 
     Raises:
-        UserError: a shape, dtype, device, activation or backend that does not fit; the message names the argument.
+        UserError: a shape, dtype, device, activation or backend does not fit; the message names the argument.
     """
     _check(x, weight, gate, width, reduce)
     check_activation("gate_activation", gate_activation)
@@ -123,7 +123,7 @@ def norm(
 def _reference(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, gate_activation: str, eps: float, reduce: Reduce | None
 ) -> Tensor:
-    """The oracle in the dtype of the arithmetic, which is wider than that of half-precision inputs."""
+    """The oracle in the dtype of the arithmetic, which is fp32 for half-precision inputs."""
     if reduce is not None:
         raise UserError(
             "norm: backend 'reference' has no `reduce`; use 'auto' or 'chunked' for channels that are split"

@@ -1,7 +1,7 @@
 """The norm in PyTorch's own operators, with its backward by hand.
 
 With r = 1 / sqrt(mean(x²) + eps), h = r x and a = activation(gate), y = h ⊙ weight ⊙ a. A caller whose channels are
-split over ranks gives the sums over all of them; else they are taken here.
+split over ranks passes the sums over all channels; else these functions sum.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ WIDEST = 4096
 
 
 class NormInputs(NamedTuple):
-    """What is normalised, and by what it is multiplied."""
+    """The input of the norm, and its factors."""
 
     x: Tensor  # (..., D)
     weight: Tensor | None  # (D,)
@@ -26,7 +26,7 @@ class NormInputs(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradients of x, weight and gate in their dtypes; None for what was not given."""
+    """Gradients of x, weight and gate in their dtypes; None for an absent input."""
 
     x: Tensor
     weight: Tensor | None
@@ -44,8 +44,8 @@ def norm_fwd(inputs: NormInputs, width: int, eps: float, sums: Tensor | None = N
     """The output (..., D) in x's dtype, and r (...,).
 
     Args:
-        inputs: see NormInputs.
-        width: channels that the mean is over, D unless they are split.
+        inputs: x and its factors.
+        width: channels of the mean; D unless ranks split the channels.
         eps: added to the mean square.
         sums: Σ x² (...,) over all ``width`` channels; None to sum those of x.
     """
@@ -74,10 +74,10 @@ def norm_bwd(inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Ten
     """Every gradient from the cotangent dy (..., D) of the output.
 
     Args:
-        inputs: as they were given to ``norm_fwd``.
-        rstd: r (...,), from there.
+        inputs: those of ``norm_fwd``.
+        rstd: r (...,) of ``norm_fwd``.
         dy: (..., D).
-        width: channels that the mean is over.
+        width: channels of the mean.
         sums: Σ c ⊙ h (...,) over all ``width`` channels; None to sum those of x.
     """
     x, weight, gate, gate_activation = inputs

@@ -34,19 +34,19 @@ def relation(
     Args:
         a: (B, T, D), of the tokens that read; fp16, bf16, fp32 or fp64.
         b: (B, S, D), of the tokens that are read, of a's dtype.
-        first, end: (B, T) int64 on the host, between 0 and S, the range of tokens that each reads. Which tiles there
-            are is known from them without asking a GPU.
-        activation: ψ, a name of ``ACTIVATIONS``. exp without a norm overflows where a + b does; ``log_sum`` does not.
+        first, end: (B, T) int64 on the host, between 0 and S, the range of tokens that each token reads. They give the
+            list of tiles without a wait for a GPU.
+        activation: ψ, a name of ``ACTIVATIONS``. exp without a norm overflows for large a + b; ``log_sum`` does not.
         norm: LayerNorm without weights over D before ψ; False: none.
         eps: added to its variance.
         backend: "auto", "triton", "chunked" (PyTorch in tiles), "reference" (all pairs at once).
 
     Returns:
-        o (B, T, D), fp32 (fp64 for fp64 inputs). A normalised pair is at most sqrt(D - 1), so that with exp up to 6,000
-        channels do not overflow fp32.
+        o (B, T, D), fp32 (fp64 for fp64 inputs). A normalised pair is at most sqrt(D - 1): exp does not overflow fp32
+        with up to 6,000 channels.
 
     Raises:
-        UserError: a shape, dtype, device, name or backend that does not fit; the message names the argument.
+        UserError: a shape, dtype, device, name or backend does not fit; the message names the argument.
     """
     if a.dim() != 3 or b.dim() != 3 or (a.shape[0], a.shape[2]) != (b.shape[0], b.shape[2]):
         raise UserError(f"a must be (B, T, D) and b (B, S, D), got shapes {tuple(a.shape)} and {tuple(b.shape)}")

@@ -1,4 +1,4 @@
-"""The activations of relation networks and their derivatives, in place where that saves memory."""
+"""The activations of relation networks and their derivatives, in place where this saves memory."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from lightscale.errors import UserError
 
 
 class Activation(NamedTuple):
-    """ψ(s), for autograd; the same in the memory of s; and ψ'(s), in memory of its own."""
+    """ψ(s), for autograd; ψ(s) in the memory of s; and ψ'(s), in new memory."""
 
     plain: Callable[[Tensor], Tensor]
     in_place: Callable[[Tensor], Tensor]
@@ -32,7 +32,7 @@ ACTIVATIONS = {
 
 
 def activation_of(name: str) -> Activation:
-    """UserError for a name that is not in the table."""
+    """Raise UserError for a name that is not in ``ACTIVATIONS``."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]

@@ -1,4 +1,4 @@
-"""The oracle of tests: every pair of tokens by itself."""
+"""The oracle of tests: all pairs of tokens at once."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ def relation_reference(
 ) -> Tensor:
     """o_i = Σ_j ψ(LN(a_i + b_j)), first_i ≤ j < end_i, all pairs at once (CausalRN, equation 8 and section 3.4).
 
-    In the dtype of the inputs, differentiated by autograd; memory grows with the square of the length.
+    All arithmetic has the dtype of the inputs. Autograd differentiates it; memory grows with the square of the length.
 
     Args:
         a: (B, T, D), of the tokens that read.
-        b: (B, S, D), of those that are read.
-        first, end: (B, T) int64, the range of tokens that each reads.
+        b: (B, S, D), of the tokens that are read.
+        first, end: (B, T) int64, the range of tokens that each token reads.
         activation: ψ, a name of ``ACTIVATIONS``.
         norm: LayerNorm without weights over D before ψ; False: none.
         eps: added to its variance.

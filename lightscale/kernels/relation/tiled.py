@@ -1,14 +1,14 @@
-"""Relations of all pairs in tiles of some tokens with some tokens, and the gradients by hand: memory linear in T.
+"""Relations of all pairs in tiles of tokens by tokens, and the gradients by hand: memory linear in T.
 
-With ã, b̃ what is left of a and b without their means, LN(a_i + b_j) = (ã_i + b̃_j) r_ij, and
+With ã and b̃, a and b less the means of their channels, LN(a_i + b_j) = (ã_i + b̃_j) r_ij, and
 
     1 / r_ij² = var a_i + var b_j + 2 ã_i·b̃_j / D + ε
 
-so that the statistics of a tile take one product. The gradients, from s_ij = LN(a_i + b_j) made again,
+so that the statistics of a tile take one product. The gradients, from recomputed s_ij = LN(a_i + b_j), are
 
     ds_ij = ψ'(s_ij) ⊙ do_i    dc_ij = r_ij (ds_ij - s_ij mean(ds_ij ⊙ s_ij))    dã_i = Σ_j dc_ij    db̃_j = Σ_i dc_ij
 
-Only tiles that some range reaches are computed.
+Only tiles that some range covers are computed.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from lightscale.kernels.common.states import state_dtype, without_autocast
 from lightscale.kernels.relation.activations import activation_of
 
 TILE_ELEMENTS = 2**20
-"""Most numbers of a tile, over all rows and channels, on a CPU, whose caches hold them; a tile is held a few times."""
+"""Most elements of a tile, over all rows and channels, on a CPU: its caches hold a few copies of a tile."""
 _ON_GPU = 4
-"""Times as many on a GPU, where every tile takes some launches."""
+"""Factor of the elements on a GPU, where every tile takes some launches."""
 _MOST_TOKENS, _LEAST_TOKENS = 64, 4
 
 
 class Form(NamedTuple):
-    """What is done with each pair; see ``relation``."""
+    """Function of each pair; see ``relation``."""
 
     activation: str
     norm: bool
@@ -45,14 +45,14 @@ class _Tile(NamedTuple):
 
 
 def _tiles(first: Tensor, end: Tensor, like: Tensor, num_keys: int) -> Iterator[_Tile]:
-    """Of ranges (B, T) on the host, for inputs ``like`` (B, T, D)."""
+    """Tiles of the ranges (B, T) on the host, for inputs ``like`` (B, T, D)."""
     rows, num_queries, width = like.shape
     if not like.numel():
         return
     size, most = _MOST_TOKENS, TILE_ELEMENTS * (1 if like.device.type == "cpu" else _ON_GPU)
     while size > _LEAST_TOKENS and rows * size * size * width > most:
         size //= 2
-    # Where few tokens read, as in generation, they take many at once.
+    # A few queries, as in generation, read many keys at once.
     at_once = size if num_queries >= size else max(size, most // (rows * width * max(1, num_queries)))
     on_device = to_device(first, like.device), to_device(end, like.device)
     number = torch.arange(num_keys, device=like.device)
@@ -67,13 +67,13 @@ def _tiles(first: Tensor, end: Tensor, like: Tensor, num_keys: int) -> Iterator[
 
 
 def _centered(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the mean of its channels, and their variance (B, T)."""
+    """x (B, T, D) less the mean of its channels, and their variance (B, T)."""
     found = x - x.mean(-1, keepdim=True)
     return found, (found * found).mean(-1)
 
 
 class _Sides(NamedTuple):
-    """What pairs are made of: both sides in the dtype of the sums, centered where there is a norm, and variances."""
+    """Inputs of the pairs: both sides in the dtype of the sums, centered if there is a norm, and their variances."""
 
     a: Tensor
     b: Tensor
@@ -90,7 +90,7 @@ class _Sides(NamedTuple):
         return _Sides(a, b, variance_a, variance_b)
 
     def pairs(self, tile: _Tile, eps: float) -> tuple[Tensor, Tensor | None]:
-        """s (B, q, k, D) of a tile, and r (B, q, k) where there is a norm."""
+        """s (B, q, k, D) of a tile, and r (B, q, k) if there is a norm."""
         a, b = self.a[:, tile.queries], self.b[:, tile.keys]
         s = a[:, :, None] + b[:, None]
         if self.variance_a is None or self.variance_b is None:
@@ -105,12 +105,12 @@ class _Sides(NamedTuple):
 
 @without_autocast
 def relation_fwd(a: Tensor, b: Tensor, first: Tensor, end: Tensor, form: Form) -> Tensor:
-    """The sums (B, T, D), fp32 (fp64 for fp64 inputs)."""
+    """The sums (B, T, D), fp32 (fp64 for fp64 inputs), of a (B, T, D) and b (B, S, D); see ``relation``."""
     activation, sides = activation_of(form.activation), _Sides.of(a, b, form)
     o = torch.zeros_like(sides.a)
     for tile in _tiles(first, end, sides.a, b.shape[1]):
         s, _ = sides.pairs(tile, form.eps)
-        # A pair that is not read may overflow where there is no norm: 0 · ∞ is NaN.
+        # A pair outside the ranges may overflow without a norm: 0 · ∞ is NaN.
         found = (
             activation.in_place(s) if form.norm else activation.in_place(s).masked_fill_((tile.seen == 0)[..., None], 0)
         )
@@ -120,7 +120,7 @@ def relation_fwd(a: Tensor, b: Tensor, first: Tensor, end: Tensor, form: Form) -
 
 @without_autocast
 def relation_bwd(a: Tensor, b: Tensor, do: Tensor, first: Tensor, end: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """The gradients of a and b."""
+    """The gradients of a (B, T, D) and b (B, S, D) from the cotangent do (B, T, D)."""
     activation, sides = activation_of(form.activation), _Sides.of(a, b, form)
     da, db = torch.zeros_like(sides.a), torch.zeros_like(sides.b)
     do = do.to(da.dtype)
@@ -142,7 +142,7 @@ def relation_bwd(a: Tensor, b: Tensor, do: Tensor, first: Tensor, end: Tensor, f
 
 
 class TiledRelation(torch.autograd.Function):
-    """The operator; saved are its inputs."""
+    """The operator with its gradients; saves the inputs."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, first: Tensor, end: Tensor, form: Form) -> Tensor:

@@ -1,8 +1,8 @@
 """The scan of Toeplitz positional encoding: a causal convolution per channel, by a sum of decaying modes.
 
 u_t[c, r] = λ_r u_{t-1}[c, r] + x_t[c] and y_t[c] = Σ_r γ[c, r] u_t[c, r] (LightNet, equation 11). ``tpe_scan`` is the
-operator; sequence parallelism and generation are built from the passes beside it. docs/reference/operators/tpe.md has
-the mathematics.
+operator; sequence parallelism and generation use the passes in this package. docs/reference/operators/tpe.md has the
+mathematics.
 """
 
 import torch
@@ -60,11 +60,11 @@ def tpe_scan(
 ) -> tuple[Tensor, Tensor | None]:
     """A sum of E exponential moving sums per channel: linear in T, differentiable in every input.
 
-    The residual connection is the caller's.
+    The caller adds the residual connection.
 
     Args:
         x: (B, T, D), fp16, bf16, fp32 or fp64, any strides.
-        log_decay: log λ per mode (E,), fp32 or fp64, at most 0; for λ = sigmoid(a) that is ``logsigmoid(a)``.
+        log_decay: log λ per mode (E,), fp32 or fp64, at most 0; ``logsigmoid(a)`` for λ = sigmoid(a).
         gamma: (D, E), of x's dtype, fp32 or fp64.
         initial_state: the state (B, D, E) that enters each row, fp32 (fp64 for fp64 inputs); zero when None. Only
             the first document of a row reads it.
@@ -74,8 +74,8 @@ def tpe_scan(
         y (B, T, D) in x's dtype, and None or the final state (B, D, E), fp32 (fp64 for fp64 inputs).
 
     Raises:
-        UserError: a shape, dtype, device or backend that does not fit; the message names the argument. The
-            values of log_decay and cu_seqlens are checked on a CPU only, where reading them costs nothing.
+        UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of
+            log_decay and cu_seqlens are checked on a CPU only: on a GPU a read would stall the stream.
     """
     _check_inputs(x, log_decay, gamma)
     _check_state(initial_state, x, gamma)

@@ -1,7 +1,7 @@
-"""The chunks of the scan's rows, in batches: in which slots of them tokens stand, and powers of the decays.
+"""The chunks of the scan's rows, in batches: the slots of tokens in them, and powers of the decays.
 
-Names of shapes: B rows, T tokens, D channels, E modes. A row is cut into N chunks of C slots. Every document
-begins with a new chunk, so that no chunk holds two; the slots behind its last token stay empty.
+Names of shapes: B rows, T tokens, D channels, E modes. A row is cut into N chunks of C slots. Every document begins a
+new chunk, so that no chunk holds two documents; the slots behind its last token stay empty.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightscale.kernels.common.documents import numbers_or_none
 
-# Tokens of all rows that are computed at once, so that a slice of channels stays in the cache, and the least
-# number of chunks of a row, below which the one empty chunk beside them would count.
+# Tokens of all rows that are computed at once: a slice of channels stays in the cache. The second number is the least
+# number of chunks of a row, below which the cost of the one empty chunk would count.
 _BATCH_TOKENS = 4096
 _LEAST_CHUNKS = 8
 
@@ -26,17 +26,17 @@ def powers(log_decay: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSlots:
-    """How B rows of T tokens lie in the (B, N, C) slots of chunks."""
+    """Layout of B rows of T tokens in the (B, N, C) slots of chunks."""
 
     num_tokens: int
     chunk_size: int
     lengths: Tensor  # (B, N): tokens of each chunk; rows of fewer chunks end with empty ones
-    slot_of_token: Tensor | None  # (B, T): the slot of each token; None when that is t
-    begins: Tensor | None  # (B, N): a document begins here, and zeros enter; None when there is none
+    slot_of_token: Tensor | None  # (B, T): the slot of each token; None if the slot is t
+    begins: Tensor | None  # (B, N): a document begins here, and zeros enter; None where no document begins
 
     @property
     def last(self) -> tuple[Tensor, Tensor]:
-        """The number of each row's last chunk that holds tokens (B,), and how many it holds (B,); T must not be 0."""
+        """The number (B,) of each row's last chunk with tokens, and its number of tokens (B,); T must not be 0."""
         last = (self.lengths > 0).sum(1) - 1
         return last, self.lengths.gather(1, last.unsqueeze(1)).squeeze(1)
 
@@ -52,13 +52,13 @@ class ChunkSlots:
             by_slot[:, shift * self.chunk_size :][:, : self.num_tokens] = x
         else:
             by_slot.flatten(0, 1).index_copy_(0, self._flat_slots(shift), x.to(dtype).flatten(0, 1))
-        # Contiguous on both sides, because only then torch transposes tile by tile.
+        # Contiguous on both sides: only then torch transposes tile by tile.
         by_channel = by_slot.new_empty(width, by_slot[..., 0].numel())
         by_channel.copy_(by_slot.view(-1, width).t())
         return by_channel.view(width, num_rows, num_chunks + 1, self.chunk_size)
 
     def store(self, out: Tensor, x: Tensor, *, shift: int) -> None:
-        """Write x (width, B, N+1, C) to the tokens of out (B, T, width); ``shift`` as that of ``load``."""
+        """Write x (width, B, N+1, C) to the tokens of out (B, T, width); ``shift`` as in ``load``."""
         width, num_rows = x.shape[:2]
         by_slot = x.new_empty(x[0].numel(), width).copy_(x.view(width, -1).t())
         if self.slot_of_token is None:
@@ -79,15 +79,15 @@ class TPEChunkBatch(NamedTuple):
 
     tokens: slice
     slots: ChunkSlots
-    kept: Tensor | None  # (B, T of the batch): tokens of the document that leaves the batch; None when all are
-    passes: Tensor | None  # (B,): the document that enters the batch leaves it; None when that is so in every row
+    kept: Tensor | None  # (B, T of the batch): tokens of the document that leaves the batch; None: all tokens
+    passes: Tensor | None  # (B,): whether the document that enters the batch leaves it; None: in every row
 
 
 def chunk_batches(x: Tensor, cu_seqlens: Tensor | None, chunk_size: int) -> list[TPEChunkBatch]:
     """Cut the rows of x (B, T, D) from left to right, so that a slice of channels stays in the cache."""
     num_rows, num_tokens, _ = x.shape
     documents = numbers_or_none(cu_seqlens, x)
-    # Of all rows together: more rows, fewer tokens of each.
+    # The limit is for all rows together: more rows, fewer tokens per row.
     size = chunk_size * max(_LEAST_CHUNKS, _BATCH_TOKENS // (chunk_size * max(1, num_rows)))
     cuts = [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
     return [_batch(x[:, cut], cut, documents, chunk_size) for cut in cuts]
@@ -110,7 +110,7 @@ def _batch(x: Tensor, tokens: slice, documents: Tensor | None, chunk_size: int) 
 
 
 def _slots_of_documents(starts: Tensor, chunk_size: int) -> ChunkSlots:
-    """The slots of rows in which documents begin where ``starts`` (B, T) says."""
+    """The slots of rows in which documents begin at the tokens ``starts`` (B, T)."""
     num_rows, num_tokens = starts.shape
     token = torch.arange(num_tokens, device=starts.device).expand(num_rows, -1)
     slot = (token - torch.where(starts, token, 0).cummax(1).values) % chunk_size

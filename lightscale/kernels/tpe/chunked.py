@@ -2,8 +2,8 @@
 
 The mathematics, with the derivation of the backward, is in docs/reference/operators/tpe.md. Names of shapes: B rows, T
 tokens, D channels, E modes, N chunks of C slots. Inside, everything is fp32, or fp64 for fp64 inputs; outputs and
-gradients have the dtype of their inputs. Channels are independent and computed in slices of W, so that what is
-held beside inputs and outputs does not grow with D.
+gradients have the dtype of their inputs. Channels are independent and computed in slices of W: the workspace beside
+inputs and outputs does not grow with D.
 
 Arguments of all passes: x and cotangents dy of the outputs (B, T, D), log_decay (E,) and gamma (D, E). T may be 0.
 cu_seqlens (N+1,) are the boundaries of documents, or None. chunk_size is the number of tokens of a chunk.
@@ -37,12 +37,12 @@ def _toeplitz(kernel: Tensor) -> Tensor:
 def _diagonal_sums(pairs: Tensor) -> Tensor:
     """Σ_s pairs[c, s, s + τ] at [c, τ]: (W, C) from (W, C, C)."""
     width, size, _ = pairs.shape
-    # In rows that are one element longer each diagonal becomes a column; what was below the main one is 0.
+    # In rows that are one element longer each diagonal becomes a column; elements below the main diagonal are 0.
     return pad(pairs.triu().flatten(1), (0, size)).view(width, size, size + 1)[:, :, :size].sum(1)
 
 
 class _Power(NamedTuple):
-    """λ to the power of integers, and the same times the exponent, which is its derivative by log λ."""
+    """λ to the power of integers, and the same times the exponent: its derivative by log λ."""
 
     value: Tensor
     slope: Tensor
@@ -51,19 +51,19 @@ class _Power(NamedTuple):
 class _Tables(NamedTuple):
     """Powers of λ by slot and chunk.
 
-    A chunk that is not full ends a document. Only where that is its row's last one, somebody reads its state:
-    therefore rows have a table of their own for their last chunk.
+    A chunk that is not full ends a document. Its state is read only at the end of a row: hence each row has a table of
+    its own for its last chunk.
     """
 
     kernel: _Power  # (C, E): λ^τ, of two tokens at distance τ
-    read: _Power  # (C, E): λ^(t+1), how much of the state that enters a chunk its slot t sees
-    write: _Power  # (C, E): λ^(C-1-s), how much of its slot s leaves a full chunk
-    write_last: _Power  # (B, C, E): λ^(length-1-s), how much of its slot s leaves a row's last chunk
-    through: _Power  # (B, N, E): λ^length, how much of the state that enters a chunk leaves it
+    read: _Power  # (C, E): λ^(t+1), the decay of the state that enters a chunk up to its slot t
+    write: _Power  # (C, E): λ^(C-1-s), the decay from slot s to the end of a full chunk
+    write_last: _Power  # (B, C, E): λ^(length-1-s), the decay from slot s to the end of a row's last chunk
+    through: _Power  # (B, N, E): λ^length, the decay through a chunk
     last: tuple[Tensor, Tensor]  # (B,) and (B,): the rows, and which of the N+1 states leaves their last chunk
 
     def write_states(self, x: Tensor) -> Tensor:
-        """What each chunk of x (W, B, N+1, C) adds to the state: (W, B, N+1, E)."""
+        """The share of each chunk of x (W, B, N+1, C) in the state: (W, B, N+1, E)."""
         states = x @ self.write.value
         states[:, *self.last] = torch.einsum("wbc,bce->wbe", x[:, *self.last], self.write_last.value)
         return states
@@ -75,7 +75,7 @@ class _Tables(NamedTuple):
         return dx
 
     def write_slope_(self, x: Tensor, dstates: Tensor) -> Tensor:
-        """Σ dstates ⊙ (derivative of ``write_states`` by log λ), (E,). Spoils x."""
+        """Σ dstates ⊙ (derivative of ``write_states`` by log λ), (E,). Overwrites x."""
         last = torch.einsum("wbc,wbe,bce->e", x[:, *self.last], dstates[:, *self.last], self.write_last.slope)
         x[:, *self.last] = 0.0
         return last + (_over_chunks(x, dstates) * self.write.slope).sum(0)
@@ -108,11 +108,11 @@ def _tables(log_decay: Tensor, slots: ChunkSlots, dtype: torch.dtype) -> _Tables
 
 
 def _scan_(states: Tensor, through: Tensor, begins: Tensor | None) -> None:
-    """Make of what each chunk adds to the state the states themselves, in place.
+    """Turn the chunks' shares into the states between the chunks, in place.
 
-    states (W, B, N+1, E) holds what enters the row, then what each of N chunks adds; afterwards what enters each
-    chunk, then what leaves the row. through (B, N, E); begins (B, N) or None. Where a document begins, zeros enter:
-    they are put there, so that what overflowed in one document gives no NaN in the next.
+    states (W, B, N+1, E) holds the state that enters the row, then each chunk's share. Afterwards it holds the states
+    that enter the chunks, then the state that leaves the row. through (B, N, E); begins (B, N) or None. Where a
+    document begins, zeros are written, not multiplied: an overflow in one document gives no NaN in the next.
     """
     resets = _resets(begins)
     for n in range(through.shape[1]):
@@ -124,8 +124,9 @@ def _scan_(states: Tensor, through: Tensor, begins: Tensor | None) -> None:
 def _scan_back_(dstates: Tensor, through: Tensor, begins: Tensor | None) -> None:
     """The adjoint of ``_scan_``, in place.
 
-    dstates (W, B, N+1, E) holds what each of N chunks passes back to the state that enters it, then the cotangent of
-    what leaves the row; afterwards the cotangents of what enters each chunk, then that of what leaves the row.
+    dstates (W, B, N+1, E) holds each chunk's own cotangent of its entering state, then the cotangent of the state that
+    leaves the row. Afterwards it holds the cotangents of the states that enter the chunks, then the one of the state
+    that leaves the row.
     """
     resets = _resets(begins)
     for n in reversed(range(through.shape[1])):
@@ -135,7 +136,7 @@ def _scan_back_(dstates: Tensor, through: Tensor, begins: Tensor | None) -> None
 
 
 def _resets(begins: Tensor | None) -> dict[int, Tensor]:
-    """The rows (B, 1) that begin a document, by the chunks in which there is one."""
+    """Masks (B, 1) of the rows in which chunk n begins a document, by n."""
     if begins is None:
         return {}
     return {n: begins[:, n, None] for n in begins.any(0).nonzero().flatten().tolist()}
@@ -146,12 +147,12 @@ class _ChannelSlice(NamedTuple):
 
     x: Tensor  # (W, B, 1+N, C)
     gamma: Tensor  # (W, E)
-    states: Tensor  # (W, B, N+1, E): what enters each chunk, and what leaves the last
+    states: Tensor  # (W, B, N+1, E): the states that enter the chunks, and the one that leaves the last
     kernel: Tensor  # (W, C, C): Σ_r γ λ^(t-s) at [c, s, t]
 
 
 def _channel_slice(x: Tensor, gamma: Tensor, u: Tensor, slots: ChunkSlots, tables: _Tables) -> _ChannelSlice:
-    """From x (B, T, W) and gamma (W, E), and the state u (B, W, E) that enters."""
+    """The slice of x (B, T, W) and gamma (W, E) that the state u (B, W, E) enters."""
     gamma = gamma.to(u.dtype)
     by_slot = slots.load(x, u.dtype, shift=1)
     states = tables.write_states(by_slot)
@@ -215,12 +216,11 @@ def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) ->
     """The summary of a row for the ranks behind it: u_out = D ⊙ u_in + u_loc.
 
     Args:
-        cu_seqlens: (N+1,) or None. Whether the row's first token begins a document is the caller's business:
-            it then takes D as 0.
+        cu_seqlens: (N+1,) or None. A caller whose row begins with a new document takes D as 0.
 
     Returns:
-        u_loc (B, D, E), the row's outgoing state from a zero incoming state, and D (B, E), the decay from the
-        row's start to its end: λ^T, or 0 where a document begins inside the row.
+        u_loc (B, D, E), the row's outgoing state from a zero incoming state. D (B, E), the decay from the row's start
+        to its end: λ^T, or 0 where a document begins inside the row.
     """
     with torch.autocast(x.device.type, enabled=False):
         num_rows, num_tokens, _ = x.shape
@@ -259,11 +259,11 @@ def out_fwd(
             for channels in _channel_slices(x.shape[2]):
                 part = _channel_slice(x[:, tokens, channels], gamma[channels], u[:, channels], slots, tables)
                 y_b = _by_channel(part.x) @ part.kernel
-                # State n enters the chunk that stands at n + 1, behind the empty one.
+                # State n enters the chunk at index n + 1: index 0 is the empty chunk.
                 read = (part.states * part.gamma[:, None, None]) @ tables.read.value.mT
                 y_b[:, 1:] += _by_channel(read)[:, :-1]
                 slots.store(y[:, tokens, channels], y_b.view_as(part.x), shift=1)
-                # Channels do not mix, so this slice's state can be replaced before the others are computed.
+                # Channels are independent: this slice's state can be replaced before the other slices are computed.
                 u[:, channels] = part.states[:, :, -1].transpose(0, 1)
         return y, u
 
@@ -285,7 +285,7 @@ def state_bwd(dy: Tensor, log_decay: Tensor, gamma: Tensor, cu_seqlens: Tensor |
 
 
 class TPEGradients(NamedTuple):
-    """Gradients of a row's inputs; those of log_decay (E,) and gamma (D, E) in the states' dtype."""
+    """Gradients of a row's inputs; log_decay's (E,) and gamma's (D, E) have the states' dtype."""
 
     x: Tensor
     log_decay: Tensor
@@ -304,17 +304,18 @@ def row_gradients(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
 ) -> tuple[TPEGradients, Tensor]:
-    """The gradients of a row's x, log_decay and gamma, and that of its incoming state.
+    """The gradients of a row's x, log_decay, gamma and incoming state.
 
     Args:
         u_in: the state (B, D, E) that entered the row; zero when None.
         du_end: the cotangent (B, D, E) of the state that left it, or a function that waits for it; zero when None.
 
     Returns:
-        dx in x's dtype, and dlog_decay (E,) and dgamma (D, E) of these rows in the states' dtype. Ranks add up.
+        dx in x's dtype, and dlog_decay (E,) and dgamma (D, E) of these rows in the states' dtype. The caller sums the
+        last two over ranks.
     """
     with torch.autocast(x.device.type, enabled=False):
-        # One state per batch is kept; those of its chunks are made again on the way back.
+        # One state per batch is kept; the way back recomputes the states of its chunks.
         row = _with_states(x, log_decay, _state_or_zeros(u_in, x, log_decay), chunk_batches(x, cu_seqlens, chunk_size))
         du = _state_or_zeros(arrived(du_end), x, log_decay)
         dx = x.new_empty(x.shape)
@@ -343,13 +344,13 @@ def row_gradients(
 def _parameter_gradients_(
     part: _ChannelSlice, dy: Tensor, reads: Tensor, dstates: Tensor, tables: _Tables
 ) -> tuple[Tensor, Tensor]:
-    """dγ (W, E) and the slice's part of dlog λ (E,). Spoils part.x.
+    """dγ (W, E) and the slice's part of dlog λ (E,). Overwrites part.x.
 
-    From the cotangents dy (W, B, N+1, C), their sums ``reads`` (W, B, N+1, E) as the entering states meet them, and
-    the cotangents of the states.
+    The inputs are the cotangents dy (W, B, N+1, C), their sums ``reads`` (W, B, N+1, E) by the entering states, and the
+    cotangents of the states.
     """
     # Σ x_s dy_t over pairs of one chunk at distance τ: the gradient of the kernel.
-    # One product of tokens with tokens per channel has the pairs of every distance.
+    # One product of tokens with tokens per channel gives the pairs of every distance.
     dkernel = _diagonal_sums(_by_channel(part.x)[:, 1:].mT @ _by_channel(dy)[:, :-1])
     dgamma = dkernel @ tables.kernel.value + (part.states * reads).sum((1, 2))
 
@@ -368,7 +369,7 @@ grad_bwd = without_state(row_gradients)
 def recurrent_step(x: Tensor, log_decay: Tensor, gamma: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """One token: x (B, D), log_decay (E,), gamma (D, E), u (B, D, E) → y (B, D) and the next state.
 
-    The state is read and written once, whatever the position. Autograd differentiates it like any other code.
+    The state is read and written once, at any position. Autograd differentiates the step.
     """
     dtype = state_dtype(x.dtype)
     u = u * log_decay.to(dtype).exp() + x.to(dtype).unsqueeze(-1)
@@ -389,7 +390,7 @@ class ChunkedTPEScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of ``forward``'s arguments; the cotangent of a result that is not used is None."""
+        """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
         x, log_decay, gamma, initial_state, cu_seqlens = ctx.saved_tensors
         gradients, du_in = row_gradients(
             x,

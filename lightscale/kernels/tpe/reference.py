@@ -16,8 +16,8 @@ def tpe_scan_reference(
 ) -> tuple[Tensor, Tensor]:
     """u_t[c, r] = λ_r u_{t-1}[c, r] + x_t[c] and y_t[c] = Σ_r γ[c, r] u_t[c, r], the recurrence written out.
 
-    Arguments and results are those of ``tpe_scan``. Everything is computed in the dtype of the inputs, so fp64
-    inputs give an fp64 oracle, and autograd differentiates it. The chunked form shares none of it.
+    Arguments and results are those of ``tpe_scan``. All arithmetic has the dtype of the inputs: fp64 inputs give an
+    fp64 oracle. Autograd differentiates it. The chunked form shares no code with it.
     """
     u = x.new_zeros(x.shape[0], x.shape[2], log_decay.shape[0]) if initial_state is None else initial_state
     decay = log_decay.exp()

@@ -1,4 +1,4 @@
-"""Where Triton keeps what it has compiled."""
+"""The folder in which Triton stores compiled kernels."""
 
 import os
 import tempfile
@@ -9,9 +9,9 @@ _VARIABLES = ("TRITON_CACHE_DIR", "TRITON_HOME")
 
 
 def provide_cache() -> None:
-    """Where the home directory cannot be written, a folder for temporary files is used; else Triton's own choice stays.
+    """Set Triton's cache to a temporary folder where the home directory is not writable; else keep Triton's choice.
 
-    Read by Triton when it compiles.
+    Triton reads the variable when it compiles.
     """
     if any(name in os.environ for name in _VARIABLES):
         return
@@ -22,7 +22,7 @@ def provide_cache() -> None:
 
 
 def _own_folder() -> Path:
-    """The same for all processes of the user; a new one where others can write, for code is read from it."""
+    """One folder for all processes of the user; a new one if others can write to it, because code is loaded from it."""
     folder = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

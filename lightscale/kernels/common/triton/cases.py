@@ -1,4 +1,4 @@
-"""What the operators' lists of kernels to compile share: types of arguments, and names."""
+"""Types of arguments and names for the operators' lists of kernels to compile."""
 
 import torch
 
@@ -6,7 +6,7 @@ NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def pointers(kinds: dict[str, str | None]) -> tuple[dict[str, str], dict[str, None]]:
-    """Types of the pointers that are given (arguments), and None for those that are not (constants)."""
+    """Types of the given pointers (arguments), and None for the absent ones (constants)."""
     given = {name: f"*{kind}" for name, kind in kinds.items() if kind is not None}
     return given, {name: None for name, kind in kinds.items() if kind is None}
 

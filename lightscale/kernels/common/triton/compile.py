@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of Triton kernels for Hopper (sm_90), which needs no GPU.
 
-Every operator's ``triton`` package exports ``COMPILE_CASES``: its kernels in the configurations that it launches. What
-they compile to (registers, spills, shared memory, tensor-core instructions) is held to limits by
-``tools/compile_kernels.py`` and the tests. A process that compiles must not run Triton's interpreter.
+Every operator's ``triton`` package exports ``COMPILE_CASES``: its kernels in the configurations that it launches.
+``tools/compile_kernels.py`` and the tests hold each result (registers, spills, shared memory, tensor-core instructions)
+to limits. A process that compiles must not run Triton's interpreter.
 """
 
 import re
@@ -24,15 +24,15 @@ _TARGET = GPUTarget("cuda", 90, 32)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 MAX_SHARED_BYTES = 227 * 1024
-"""What a program may use of an H100's or H200's shared memory."""
+"""Most shared memory of a program on an H100 or H200, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One kernel in one configuration, as it is launched on a GPU.
+    """One kernel in one configuration of a launch on a GPU.
 
-    Compiles to what the just-in-time compiler makes of a usual call: pointers aligned to 16 bytes, integers marked
-    ``:16`` divisible by 16, strides of 1 and everything that is constant for a model in ``constants``.
+    The result equals the just-in-time compiler's for a usual call: pointers are aligned to 16 bytes, and integers
+    marked ``:16`` are divisible by 16. Strides of 1 and all constants of a model are in ``constants``.
     """
 
     name: str
@@ -46,17 +46,17 @@ class KernelCase:
     num_warps: int = 4
     num_stages: int = 2
     tensor_cores: bool = True
-    """Whether it must have tensor-core instructions: it has a ``tl.dot``."""
+    """Whether the kernel must have tensor-core instructions, because it has a ``tl.dot``."""
     may_spill: bool = False
-    """For fp32 configurations, which exist to be compared with, and where narrower tiles compile to wrong numbers."""
+    """For fp32 configurations, which serve comparisons, and where narrower tiles compile to wrong numbers."""
     usual: bool = True
-    """Whether every run of the tests compiles it, not only the long one: a few seconds each."""
+    """Whether every run of the tests may draw the case, not only the long run: a case takes a few seconds."""
 
     @classmethod
     def of(
         cls, name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
     ) -> "KernelCase":
-        """The case by types and constants for any of an operator's kernels: of them, those that this one has.
+        """The case with those of an operator's types and constants that this kernel's arguments name.
 
         An argument that neither names is a pointer to fp32.
         """
@@ -72,7 +72,7 @@ class KernelCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What a case compiled to, and in ``faults`` what breaks the limits, in words."""
+    """Figures of a compiled case, and in ``faults`` each broken limit in words."""
 
     name: str
     registers: int
@@ -89,7 +89,7 @@ class Compiled:
 
 
 def operators() -> list[str]:
-    """The operators that have Triton kernels of their own; others are passes of one of these."""
+    """The operators with Triton kernels of their own; the other operators call the passes of one of these."""
     named = [name for name in operator_names() if "triton" in get_operator(name).backend_names]
     return sorted({get_operator(name).backend("triton").module: name for name in reversed(named)}.values())
 
@@ -101,10 +101,10 @@ def cases_of(operator: str) -> list[KernelCase]:
 
 
 def compile_case(case: KernelCase) -> Compiled:
-    """Compile one case for sm_90 and read what came out.
+    """Compile one case for sm_90 and read the figures of the result.
 
     Raises:
-        ValueError: arguments of the kernel that the case does not name, or names that the kernel has not.
+        ValueError: the case lacks an argument of the kernel, or names one that the kernel lacks.
     """
     names = case.kernel.arg_names
     if wrong := set(names) ^ {*case.arguments, *case.constants}:
@@ -132,13 +132,13 @@ def compile_case(case: KernelCase) -> Compiled:
 
 
 def compile_nth(case: tuple[str, int]) -> Compiled:
-    """Compile the case at (operator, number in its ``COMPILE_CASES``); both can be sent to another process."""
+    """Compile the case at (operator, number in its ``COMPILE_CASES``), a pair that pickle supports."""
     operator, number = case
     return compile_case(cases_of(operator)[number])
 
 
 def faults(case: KernelCase, *, spills: int, shared_bytes: int, wgmma: int, mma: int, **_: int) -> Iterable[str]:
-    """What breaks the limits."""
+    """Each limit that the figures break, in words."""
     if spills and not case.may_spill:
         yield f"{spills} spills"
     if shared_bytes > MAX_SHARED_BYTES:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def exists(cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which columns of a tile exist; a constant, and no work, when tiles of BLOCK fill the width."""
+    """Mask of the columns of a tile that exist; a constant, without work, where tiles of BLOCK fill the width."""
     if WIDTH % BLOCK == 0:
         return tl.full(cols.shape, 1, tl.int1)
     else:
@@ -15,10 +15,10 @@ def exists(cols, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def own_starts(starts, row_start, begin, i, length):
-    """Where the documents of a chunk's tokens i begin, as positions in the chunk; negative for those from before it.
+    """Starts of the documents of a chunk's tokens i, as positions in the chunk; negative before the chunk.
 
-    ``starts`` (B, T), or None, as ``document_starts`` makes it, has the row from ``row_start``; the chunk is ``length``
-    tokens from ``begin``.
+    ``starts`` (B, T) is the result of ``document_starts``, or None; ``row_start`` is the row's first element in it. The
+    chunk is ``length`` tokens from ``begin``.
     """
     begins = tl.full(i.shape, -1, tl.int32)
     if starts is not None:
@@ -49,11 +49,11 @@ def scan_program(H, num_splits, K_TILES: tl.constexpr, V_TILES: tl.constexpr):
 
 @triton.jit
 def tile_program(H, num_tiles, COLUMN_TILES: tl.constexpr):
-    """Row, head, number in its row, and tile of columns of a program that has a tile of tokens, or a chunk.
+    """Row, head, number in its row, and tile of columns of a program for a tile of tokens, or for a chunk.
 
-    The tile of columns changes first, so that neighbouring programs read the same tokens from the cache.
+    The tile of columns changes first: neighbouring programs read the same tokens from the cache.
     """
-    # 64 bits: a million tokens of 16 heads of 256 are more than 2^31 elements.
+    # 64 bits: a million tokens of 16 heads of 256 channels exceed 2^31 elements.
     program = tl.program_id(0).to(tl.int64)
     row = program // (COLUMN_TILES * H * num_tiles)
     head = program // COLUMN_TILES % H
@@ -62,7 +62,7 @@ def tile_program(H, num_tiles, COLUMN_TILES: tl.constexpr):
 
 @triton.jit
 def chunk_tokens(chunk, T, CHUNK: tl.constexpr):
-    """Of a chunk of a row of T tokens: its first token, its length, places in it, and which of these exist."""
+    """First token of a chunk of a row of T tokens, its length, its places, and the mask of the existing places."""
     begin = chunk * CHUNK
     length = tl.minimum(CHUNK, T - begin).to(tl.int32)
     i = tl.arange(0, CHUNK)
@@ -71,7 +71,7 @@ def chunk_tokens(chunk, T, CHUNK: tl.constexpr):
 
 @triton.jit
 def step_program(K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Of a program with some columns of a state (K, V): its row and head, tile, rows, columns, which of these exist."""
+    """Row, head, tile, rows, columns and their mask, for a program with some columns of a state (K, V)."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0).to(tl.int64)
     tile = program % V_TILES
@@ -83,8 +83,9 @@ def step_program(K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_
 def wave(positions, turns, half):
     """cos (half 0) or sin (half 1) of positions · θ, with ``turns`` = θ in 2^-64 of a turn, int64 (``turns_of``).
 
-    The product of integers leaves out whole turns by itself and is exact at any position. What is left, less a
-    quarter for the sine, is folded into the quarters around 0 of a sine: one odd polynomial, right to fp32's rounding.
+    The overflow of the integer product drops whole turns, and the product is exact at any position. The rest, less a
+    quarter for the sine, is folded into the quarters around 0 of a sine. One odd polynomial computes it to fp32's
+    rounding.
     """
     # The product of integers wraps around at whole turns; its upper half is the angle in 2^-32 of a turn.
     turn = ((positions.to(tl.int64) * turns) >> 32).to(tl.int32)
@@ -115,7 +116,7 @@ def recurrent(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One token: S <- f ⊙ S + k vᵀ and o = Sᵀ q; a program has some columns of a head's state."""
+    """One token: S <- f ⊙ S + k vᵀ and o = Sᵀ q; a program computes some columns of a head's state."""
     row_head, _, rows, cols, has_row, has_col = step_program(K, V, BLOCK_K, BLOCK_V)
     at = row_head * K * V + rows[:, None] * V + cols[None, :]
     inside = has_row[:, None] & has_col[None, :]

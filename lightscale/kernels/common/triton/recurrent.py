@@ -10,7 +10,7 @@ from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.kernels import recurrent
 from lightscale.kernels.common.triton.launch import LAUNCH, NUM_WARPS, on_device_of, power_of_two
 
-# Most columns of a state in a program, which holds all rows of them.
+# Most columns of a state per program, which holds all rows of these columns.
 _COLUMNS = 32
 
 
@@ -21,7 +21,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S:
         q: the query (B, H, K).
         k: the key (B, H, K).
         v: the value (B, H, V).
-        log_decay: (B, H, K), of any strides, 0 among them; or None.
+        log_decay: (B, H, K), of any strides, including 0; or None.
         S: the state (B, H, K, V), fp32.
     """
     o, after = torch.empty(v.shape, dtype=v.dtype, device=v.device), S.new_empty(S.shape)
@@ -67,7 +67,7 @@ def recurrent_case(operator: str, dtype: torch.dtype, K: int, V: int, *, by_chan
 
 
 def step_constants(K: int, V: int) -> dict[str, Any]:
-    """The widths of a state (K, V), and those of its part in a program (``step_program``)."""
+    """The widths of a state (K, V), and of the part that one program holds (``step_program``)."""
     return {
         "K": K,
         "V": V,

@@ -1,4 +1,4 @@
-"""What neighbouring segments of a row do to a state that only decays, in one launch for any number of segments."""
+"""Fold of a state that only decays over neighbouring segments of a row, in one launch for any number of segments."""
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
 # mypy: disable-error-code="no-untyped-def"
@@ -12,13 +12,13 @@ from lightscale.kernels.common.triton.cases import integers, pointers
 from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.launch import LAUNCH, NUM_WARPS, on_device_of
 
-# Elements of the state in a program. Few: each waits for one segment after the other.
+# Elements of the state per program. Few, because each element takes the segments one after the other.
 _ELEMENTS = 256
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def fold_segments(
-    x,  # (N, A, B, C, D) fp32: what each segment adds; contiguous but for the first dimension
+    x,  # (N, A, B, C, D) fp32: each segment's share; contiguous except the first dimension
     decays,  # (N, A, B, C, D) fp32, of any strides
     before,  # (A, B, C, D) fp32: the state that enters, or None for zero
     after,  # (A, B, C, D) fp32
@@ -36,7 +36,7 @@ def fold_segments(
     ELEMENTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """S <- decays ⊙ S + x, segment by segment; a program has some elements of the state."""
+    """S <- decays ⊙ S + x, segment by segment; a program computes some elements of the state."""
     program = tl.program_id(0).to(tl.int64)
     i = program * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = i < num_elements
@@ -46,7 +46,7 @@ def fold_segments(
     if before is not None:
         state = tl.load(before + i, mask=inside, other=0.0)
     for step in range(num_segments):
-        number = program * 0 + step  # in 64 bits, as what it is multiplied by
+        number = program * 0 + step  # 64 bits, as its factor
         if REVERSE:
             number = num_segments - 1 - number
         decay = tl.load(decays + number * stride_n + of_decay, mask=inside, other=0.0)
@@ -63,7 +63,7 @@ def fold(x: Tensor, decays: Tensor, state: Tensor | None, *, reverse: bool) -> T
         return after.zero_() if state is None else after.copy_(state)
     if not after.numel():
         return after
-    # Four dimensions, the first ones of size 1 where there are fewer: decays of heads, channels or modes are strides.
+    # Four dimensions, the first ones of size 1 where x has fewer: strides express decays of heads, channels or modes.
     shape = (1,) * (4 - after.dim()) + tuple(after.shape)
     of_each = decays.reshape(decays.size(0), *(1,) * (4 - after.dim()), *decays.shape[1:]).expand(-1, *shape)
     with on_device_of(x):

@@ -1,4 +1,4 @@
-"""The softmax over a chunk's logits in Triton: one pass for its statistics, one that makes the gradient in place."""
+"""The softmax over a chunk's logits in Triton: one pass for its statistics, one for the gradient in place."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def _statistics(logits, labels, largest, total, target, first_id, used, stride, 
     for start in range(0, used, BLOCK):
         score = tl.load(row + start + column, mask=start + column < used, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(most, tl.max(score, axis=0))
-        # Until something is finite, nothing is summed: -inf - (-inf) would be NaN.
+        # No sum before the first finite logit: -inf - (-inf) would be NaN.
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         sums = sums * tl.exp(most - shift) + tl.exp(score - shift)
         most = higher
@@ -91,7 +91,7 @@ def statistics(logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
 def statistics_and_gradient_(
     logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
 ) -> Statistics:
-    """See ``chunked.Softmax``. Exponentials that one pass wrote for the other would be more bytes than the logits."""
+    """See ``chunked.Softmax``. Exponentials passed between the kernels would take more bytes than the logits."""
     found = over_ranks(statistics(logits, labels, ids))
     gradient_(logits, labels, ids, found, factors)
     return found

@@ -1,8 +1,8 @@
 """The delta rule on GPUs: the passes of ``../chunked.py`` by the kernels of this folder.
 
-The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. Those that
-hold the work are registered with torch as operators, so that ``torch.compile`` calls them as they are and does not
-look inside, and so that ``out_fwd`` has its gradient.
+The passes have the arguments, results and meaning of those in ``../chunked.py``, for fp16, bf16 and fp32. The passes
+that launch kernels are registered with torch as operators. ``torch.compile`` calls these without a trace of their code,
+and ``out_fwd`` has its gradient.
 """
 
 from typing import Any
@@ -108,14 +108,14 @@ def _row_gradients(
     dS_end: Arriving[Tensor | None],
     cu_seqlens: Tensor | None = None,
 ) -> tuple[DeltaRuleGradients, Tensor]:
-    """The gradients of a row's inputs, and that of its incoming state, see ``chunked.row_gradients``."""
+    """The gradients of a row's inputs and incoming state, see ``chunked.row_gradients``."""
     rows = DeltaRows.of(k, log_decay, beta, cu_seqlens)
     of = prepared(rows, q, k)
     _, _, states, z, transitions = scan(rows, of, v, S_in, chunks=True)
     assert states is not None and z is not None
     dstates, dv, dbeta, dS_in = scan_reverse(rows, of, do, arrived(dS_end), z=z, transitions=transitions)
     assert dstates is not None and dv is not None and dbeta is not None
-    # As large as inputs, and read by scans alone: gone before the other gradients are made.
+    # As large as inputs, and read by scans alone: freed before the other gradients are allocated.
     of = of._replace(q_in=None, k_in=k, k_out=k, corrections=of.through, scores=None)
     dq, dk, dlog_decay = key_gradients(rows, (q, k, do), of, (dv, z), (states, dstates))
     dq, dk = (of_key_heads(x, q.size(2)) for x in (dq, dk))

@@ -21,7 +21,7 @@ from lightscale.kernels.delta_rule.triton.tiling import (
 )
 
 WIDTHS = ((64, 64), (128, 128), (256, 256))
-# Heads of values for each of keys, as in the published models.
+# Heads of values per head of keys, as in the published models.
 _GROUPS = {"GROUPS": 2}
 _COUNTS = integers("T", "N", "num_chunks")
 
@@ -29,7 +29,7 @@ _COUNTS = integers("T", "N", "num_chunks")
 def _prepare(
     dtype: torch.dtype, K: int, decay: str, *, of: str = "qk", plain: bool = False, **options: Any
 ) -> KernelCase:
-    """``decay``: of heads, channels, or none. ``of``: what is prepared. ``plain``: without documents."""
+    """``decay``: per head, per channel, or none. ``of``: the prepared operands. ``plain``: without documents."""
     kind, by_channel, queries = NAMES[dtype], decay == "channels", of == "qk"
     outputs: dict[str, str | None]
     if by_channel:
@@ -65,7 +65,7 @@ def _prepare(
 
 
 def _of_scans(dtype: torch.dtype, *, by_channel: bool) -> dict[str, str | None]:
-    """What both scans are given, but for values."""
+    """Arguments of both scans, except the values."""
     of_heads = None if by_channel else "fp32"
     return {
         **dict.fromkeys(("q_in", "k_in", "k_out", "corrections", "scores"), NAMES[dtype]),
@@ -77,7 +77,7 @@ def _of_scans(dtype: torch.dtype, *, by_channel: bool) -> dict[str, str | None]:
 
 
 def _scan(dtype: torch.dtype, K: int, V: int, what: str, *, by_channel: bool = False, **options: Any) -> KernelCase:
-    """``what``: outputs; states, with what gradients read; or transitions."""
+    """``what``: outputs; states, with the operands of gradients; or transitions."""
     kind = NAMES[dtype]
     given = _of_scans(dtype, by_channel=by_channel)
     if what != "o":

@@ -4,9 +4,9 @@ Names of shapes and arguments are those of ``pairs.py`` and ``states.py``. With 
 
     dP_ij = do_i · u_j (j <= i)    dA_ij = -dv_i · u_j (j < i)
 
-reach queries and keys through the decays D between tokens: dq_i = Σ dP_ij D_ij k_j, and of keys what A reads, Σ dA_ij
-D_ij k_j, and what both write, Σ dP_ij D_ij q_i + Σ dA_ij D_ij k_i. Pairs below the diagonal are held as (i, j), the
-same pairs once more above it as (j, i), so that no result of a dot is transposed.
+reach queries and keys through the decays D between tokens: dq_i = Σ dP_ij D_ij k_j. dk has the part of A's reads, Σ
+dA_ij D_ij k_j, and the part of both matrices' writes, Σ dP_ij D_ij q_i + Σ dA_ij D_ij k_i. Pairs are held below the
+diagonal as (i, j), and once more above it as (j, i): no result of a dot is transposed.
 """
 
 import triton
@@ -32,7 +32,7 @@ def _pairs(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x_i · β_j z_j (C, C) of pairs j <= i of a document, and above the diagonal of pairs j > i the other way round."""
+    """x_i · β_j z_j (C, C) for pairs j <= i of a document; above the diagonal the same pairs with exchanged indices."""
     i = tl.arange(0, CHUNK)
     line, column = i[:, None], i[None, :]
     below = token_products(x_chunk, stride_xt, z_chunk, stride_zt, inside, V, BLOCK_V, CHUNK, PRECISION)
@@ -95,11 +95,11 @@ def gradients_heads(
     do,  # (B, T, N, V)
     dv,  # (B, T, N, V), contiguous
     z,  # (B, T, N, V), contiguous
-    states,  # (B, N, X, K, V): what enters each chunk
-    dstates,  # (B, N, X, K, V): the cotangent of what leaves each chunk
+    states,  # (B, N, X, K, V): the state that enters each chunk
+    dstates,  # (B, N, X, K, V): the cotangent of the state that leaves each chunk
     dq,  # (B, T, N, K), contiguous
     dk,  # (B, T, N, K), contiguous
-    dlog_decay,  # (K tiles, B, N, T) fp32: what these channels add; or None
+    dlog_decay,  # (K tiles, B, N, T) fp32: the part of these channels; or None
     T,
     N,
     num_chunks,
@@ -152,7 +152,7 @@ def gradients_heads(
     queries = tl.load(q_chunk + i[:, None] * stride_qt + cols[None, :], mask=mask, other=0.0)
     keys = tl.load(k_chunk + i[:, None] * stride_kt + cols[None, :], mask=mask, other=0.0)
     if dlog_decay is not None:
-        # What j wrote and i read has all decays between them as factors: token s gets the pairs j < s <= i.
+        # All decays between j and i are factors of i's read of j's write: token s gets the pairs j < s <= i.
         columns = tl.load(k_chunk + i[None, :] * stride_kt + cols[:, None], mask=mask_columns, other=0.0)
         separated = of_p * tl.dot(queries, columns, input_precision=PRECISION)
         separated += of_a * tl.dot(keys, columns, input_precision=PRECISION)
@@ -165,12 +165,12 @@ def gradients_heads(
     of_keys = tl.dot(above.to(dtype), queries, input_precision=PRECISION) + own * queries.to(tl.float32)
     of_keys = tl.dot(of_a.to(dtype), keys, of_keys, input_precision=PRECISION)
 
-    # Through the state that enters the chunk and the one that leaves it.
+    # The part through the state that enters the chunk and the state that leaves it.
     state, dstate = states + of_chunk * K * V, dstates + of_chunk * K * V
     from_start = tl.load(upto + of_tokens, mask=inside, other=0.0)[:, None]
     to_end = tl.load(after + of_tokens, mask=inside, other=0.0)[:, None]
     sees, reaches = from_start != 0.0, to_end != 0.0
-    # Selected: what overflowed in another document must give no NaN.
+    # Selected: an overflow in another document must give no NaN.
     read = _through_states(
         do_chunk + i[:, None] * stride_ot, state, inside, cols, K, V, BLOCK_K, BLOCK_V, CHUNK, PRECISION
     )
@@ -213,8 +213,8 @@ def gradients_channels(
     do,  # (B, T, N, V)
     dv,  # (B, T, N, V), contiguous
     z,  # (B, T, N, V), contiguous
-    states,  # (B, N, X, K, V): what enters each chunk
-    dstates,  # (B, N, X, K, V): the cotangent of what leaves each chunk
+    states,  # (B, N, X, K, V): the state that enters each chunk
+    dstates,  # (B, N, X, K, V): the cotangent of the state that leaves each chunk
     dq,  # (B, T, N, K), contiguous
     dk,  # (B, T, N, K), contiguous
     dlog_decay,  # (B, T, N, K) fp32, contiguous
@@ -266,7 +266,7 @@ def gradients_channels(
     of_a = -_pairs(dv_chunk, stride_vt, z_chunk, stride_vt, weights, own_start, inside, V, BLOCK_V, CHUNK, PRECISION)
     of_a = of_a.to(dtype)
 
-    # Each token, through the state that enters the chunk and the one that leaves it.
+    # The part of each token through the state that enters the chunk and the state that leaves it.
     state, dstate = states + of_chunk * K * V, dstates + of_chunk * K * V
     q_rows = (
         q + row * stride_qb + head // GROUPS * stride_qh + begin * stride_qt + (i[:, None] * stride_qt + cols[None, :])
@@ -303,8 +303,8 @@ def gradients_channels(
     of_queries = read + own * keys
     of_keys = written + key_read + own * queries
 
-    # Between two tokens of the chunk. In second halves a token reads, by its query and its key; in first halves its key
-    # is read.
+    # The part between two tokens of the chunk. In second halves a token reads, by its query and its key; in first
+    # halves its key is read.
     for level in tl.range(0, LEVELS, disable_licm=True):
         second = in_second_half(line, level)
         siblings = line >> level == (column >> level ^ 1)
@@ -318,7 +318,7 @@ def gradients_channels(
         of_decays = add_to_logs(paths, level, changes, of_decays, CHUNK, DOCUMENTS, PRECISION)
 
     if DOCUMENTS:
-        # What overflowed is shown: ``add_to_logs`` has dropped it to keep it out of other documents.
+        # An overflow is reported as NaN: ``add_to_logs`` has dropped it to keep it out of other documents.
         finite = tl.abs(of_queries) + tl.abs(of_keys) < float("inf")
         of_decays = tl.where(finite, of_decays, float("nan"))
     at = ((row * T + begin) * N + head) * K + (i[:, None] * (N * K) + cols[None, :])

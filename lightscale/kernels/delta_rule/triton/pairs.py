@@ -1,10 +1,10 @@
-"""The Triton kernels of everything about chunks that needs no values: scores, the triangular inverse, decays.
+"""The Triton kernels of a chunk's work that needs no values: scores, the triangular inverse, decays.
 
 Names of shapes: B rows, T tokens, H heads of queries and keys, N heads of values, K and V widths, X chunks, C tokens of
-a chunk. All arithmetic is fp32; half-precision operands go to the tensor cores as they are.
-docs/reference/operators/delta-rule.md has the mathematics. What a token writes depends on the tokens before it by (1 +
-β A)⁻¹ = 1 - β ⊙ H with H = A (1 + β A)⁻¹, the ``corrections``: neither rows nor columns of H have a factor β, so that
-gradients of β need no division.
+a chunk. All arithmetic is fp32; tensor cores take half-precision operands unconverted.
+docs/reference/operators/delta-rule.md has the mathematics. A token's write depends on the tokens before it by (1 + β
+A)⁻¹ = 1 - β ⊙ H with H = A (1 + β A)⁻¹, the ``corrections``. Neither rows nor columns of H have a factor β: gradients
+of β need no division.
 
 ``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one.
 """
@@ -20,9 +20,10 @@ from lightscale.kernels.gla.triton.decays import decay_columns, decay_rows, in_s
 def _inverse(lower, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
     """(1 + lower)⁻¹ (C, C) of a strictly lower triangular matrix, by blocks of 1, 2, 4, … tokens.
 
-    Two neighbouring blocks whose inverses are X and Y, with L below the first and left of the second, have the inverse
-    X, Y and - Y L X: four levels give blocks of 16 × 16, those above join them. No power of ``lower`` is taken, whose
-    entries grow with β near 2 and keys that repeat, and products are fp32's: one of TF32 would be too few digits.
+    Let X and Y be the inverses of two neighbouring blocks, with L below the first and left of the second. The inverse
+    of both consists of X, Y and - Y L X. Four levels give blocks of 16 × 16; higher levels join them. No power of
+    ``lower`` is computed, because its entries grow with β near 2 and repeated keys. Products are fp32's: TF32 has too
+    few digits.
     """
     i = tl.arange(0, CHUNK)
     line, column = i[:, None], i[None, :]
@@ -47,7 +48,7 @@ def _store_corrections(products, weights, corrections, CHUNK: tl.constexpr, LEVE
 def decay_between(logs, CHUNK: tl.constexpr, BOTH: tl.constexpr):
     """exp(Σ_{j<s<=i} logs_s) (C, C) for j <= i; with BOTH exp(Σ_{i<s<=j}) where j > i, else 1.
 
-    Sums of terms of one sign, by products with 0/1 matrices, not differences of sums, in which small ones are lost.
+    Sums of terms of one sign, by products with 0/1 matrices: differences of sums would lose small terms.
     """
     i = tl.arange(0, CHUNK)
     line, column = i[:, None], i[None, :]
@@ -66,8 +67,8 @@ def prepare_heads(
     log_decay,  # (B, N, T) fp32, or None
     beta,  # (B, N, T) fp32
     starts,  # (B, T), or None
-    upto,  # (B, N, T) fp32: the decay from the chunk's start; 0 where a token does not see what enters the chunk
-    after,  # (B, N, T) fp32: the decay to the chunk's end; 0 where a token does not reach what leaves it
+    upto,  # (B, N, T) fp32: the decay from the chunk's start; 0 where a token does not read the entering state
+    after,  # (B, N, T) fp32: the decay to the chunk's end; 0 where a token does not reach the leaving state
     through,  # (B, N, X) fp32: the decay through the chunk; 0 where a document begins in it
     scores,  # (B, N, X, C, C): P, of queries and keys; or None
     corrections,  # (B, N, X, C, C): H
@@ -87,7 +88,7 @@ def prepare_heads(
     LEVELS: tl.constexpr,  # log2 CHUNK
     PRECISION: tl.constexpr,
 ):
-    """Everything about one chunk and head that needs no values, with a decay of each head or none."""
+    """All work of one chunk and head that needs no values, with a decay per head or none."""
     program = tl.program_id(0).to(tl.int64)
     head, chunk, row = program % N, program // N % num_chunks, program // (N * num_chunks)
     begin, length, i, inside = chunk_tokens(chunk, T, CHUNK)
@@ -173,10 +174,10 @@ def prepare_channels(
     LEVELS: tl.constexpr,  # log2 CHUNK
     PRECISION: tl.constexpr,
 ):
-    """Everything about one chunk and head that needs no values, with a decay of each channel.
+    """All work of one chunk and head that needs no values, with a decay per channel.
 
-    Decays between tokens are those of gated linear attention, by halves: a token has one to or from the border of its
-    two halves, and the product of two exponentials, neither above 1, is the decay between the tokens of a pair.
+    Decays between tokens are gated linear attention's, by halves: each token has a decay to or from the border of its
+    two halves. The product of two of these exponentials, neither above 1, is the decay between the tokens of a pair.
     """
     program = tl.program_id(0).to(tl.int64)
     head, chunk, row = program % N, program // N % num_chunks, program // (N * num_chunks)

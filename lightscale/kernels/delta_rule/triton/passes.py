@@ -1,6 +1,6 @@
-"""The passes of the delta rule on GPUs: what needs no values, states with outputs, and gradients; host side.
+"""The passes of the delta rule on GPUs: work without values, states with outputs, and gradients; host side.
 
-``__init__.py`` puts them together.
+``__init__.py`` composes them.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from lightscale.kernels.gla.triton.passes import paths_on
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRows:
-    """What all launches of one call share."""
+    """Data that all launches of one call share."""
 
     num_rows: int
     num_tokens: int
@@ -45,7 +45,7 @@ class DeltaRows:
 
     @classmethod
     def of(cls, k: Tensor, log_decay: Tensor | None, beta: Tensor, cu_seqlens: Tensor | None) -> "DeltaRows":
-        """Those of k (B, T, H, K), log_decay (B, T, N), (B, T, N, K) or None, and beta (B, T, N)."""
+        """The rows of k (B, T, H, K), log_decay (B, T, N), (B, T, N, K) or None, and beta (B, T, N)."""
         num_rows, num_tokens, num_heads = beta.shape
         if log_decay is not None:
             wide = log_decay.detach().float()
@@ -65,12 +65,12 @@ class DeltaRows:
 
     @property
     def by_channel(self) -> bool:
-        """Whether each channel decays by itself."""
+        """Whether each channel has a decay of its own."""
         return self.log_decay is not None and self.log_decay.dim() == 4
 
     @property
     def tiling(self) -> DeltaTiling:
-        """That of the inputs' dtype."""
+        """The tiling for the inputs' dtype."""
         return tiling_of(self.dtype)
 
     @property
@@ -97,14 +97,14 @@ class DeltaRows:
         return self.empty(self.num_chunks, self.chunk, self.chunk, dtype=self.dtype)
 
     def splits(self, width: int) -> Splits:
-        """Of the scans of states with ``width`` columns."""
+        """Splits of the scans of states with ``width`` columns."""
         block = scan_constants(self.dtype, self.key_width, width)["BLOCK_V"]
         tiles = triton.cdiv(width, block)
         return Splits.of(self.num_rows * self.num_heads * tiles, self.num_chunks, self.device)
 
 
 class PreparedChunks(NamedTuple):
-    """Everything about chunks that needs no values, and the queries and keys that scans read; see ``states.py``."""
+    """The chunks' results that need no values, and the queries and keys that scans read; see ``states.py``."""
 
     q_in: Tensor | None
     k_in: Tensor
@@ -119,7 +119,7 @@ class PreparedChunks(NamedTuple):
 
 
 def prepared(rows: DeltaRows, q: Tensor | None, k: Tensor) -> PreparedChunks:
-    """What scans need; without queries nothing of outputs."""
+    """The operands of scans, from q and k (B, T, H, K); without queries, none of the outputs' operands."""
     q, k = None if q is None else dense_last(q), dense_last(k)
     scores, corrections = None if q is None else rows.pairs(), rows.pairs()
     grid = (rows.num_rows * rows.num_chunks * rows.num_heads,)
@@ -160,17 +160,17 @@ def prepared(rows: DeltaRows, q: Tensor | None, k: Tensor) -> PreparedChunks:
 
 
 class Scanned(NamedTuple):
-    """What the scan of the states gives; what was not asked for is None."""
+    """Results of the scan of the states; None unless requested."""
 
     o: Tensor | None
     final: Tensor
-    """(B, N, K, V) fp32: what leaves the rows."""
+    """(B, N, K, V) fp32: the state that leaves the rows."""
     chunks: Tensor | None
-    """(B, N, X, K, V): what enters each chunk."""
+    """(B, N, X, K, V): the state that enters each chunk."""
     z: Tensor | None
-    """(B, T, N, V): what is written, without its factor β."""
+    """(B, T, N, V): the writes without their factor β."""
     transitions: Tensor | None
-    """(B, N, S, K, K) fp32: what each split does to a state; None with one split."""
+    """(B, N, S, K, K) fp32: the transition of a state by each split; None with one split."""
 
 
 def scan(
@@ -182,13 +182,16 @@ def scan(
     outputs: bool = False,
     chunks: bool = False,
 ) -> Scanned:
-    """The states from the one that enters the rows; with ``outputs`` o, with ``chunks`` what the gradients read."""
+    """The states for v (B, T, N, V), from ``entering`` (B, N, K, V) or zero, which enters the rows.
+
+    ``outputs``: also o (B, T, N, V); ``chunks``: also the operands of the gradients.
+    """
     v = dense_last(v)
     width = v.size(3)
     splits = rows.splits(width)
     o = rows.tokens(width) if outputs else None
     z = rows.tokens(width) if chunks else None
-    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
+    # In the dtype that dots read: fp32 would cost twice the bytes, and dots would round it.
     states = rows.empty(rows.num_chunks, rows.key_width, width, dtype=rows.tiling.stored) if chunks else None
     keep = outputs or chunks
     transitions = _transitions(rows, of, splits) if splits.num_splits > 1 else None
@@ -208,7 +211,7 @@ def scan(
 
 
 def through_rows(rows: DeltaRows, of: PreparedChunks) -> Tensor:
-    """What the rows do to a state: M (B, N, K, K)."""
+    """The transition M (B, N, K, K) of a state by the rows."""
     splits = rows.splits(rows.key_width)
     found = _transitions(rows, of, splits)
     if splits.num_splits == 1:
@@ -226,19 +229,19 @@ def scan_reverse(
     z: Tensor | None = None,
     transitions: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """The cotangents of states from that of the state that leaves the rows; with ``z`` what gradients are made of.
+    """The cotangents of states, from the cotangent of the state that leaves the rows; ``z``: also dv and dbeta.
 
     Args:
-        rows: the call's.
-        of: with scores.
+        rows: data of the call.
+        of: results of ``prepared``, with scores.
         do: cotangents of the outputs (B, T, N, V).
         entering: the cotangent (B, N, K, V) of the state that leaves the rows, or None for zero.
-        z: of ``scan``.
-        transitions: of ``scan``, where it has made them.
+        z: z of ``scan``.
+        transitions: transitions of ``scan``, if computed.
 
     Returns:
-        The cotangent (B, N, X, K, V) of what leaves each chunk, dv (B, T, N, V) and dbeta (B, T, N), or None without
-        ``z``; and the cotangent (B, N, K, V) of what enters the rows.
+        The cotangent (B, N, X, K, V) of the state that leaves each chunk; dv (B, T, N, V) and dbeta (B, T, N), or None
+        without ``z``. And the cotangent (B, N, K, V) of the state that enters the rows.
     """
     do = dense_last(do)
     width = do.size(3)
@@ -288,14 +291,14 @@ def key_gradients(
     found: tuple[Tensor, Tensor],
     states: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dq, dk (B, T, N, K), a head for each of the values, and dlog_decay (fp32) or None.
+    """dq, dk (B, T, N, K), one head per head of values, and dlog_decay (fp32) or None.
 
     Args:
-        rows: the call's.
+        rows: data of the call.
         inputs: q, k and do.
-        of: of ``prepared``.
+        of: results of ``prepared``.
         found: dv and z.
-        states: those of chunks and their cotangents.
+        states: the chunks' states and their cotangents.
     """
     q, k, do = (dense_last(x) for x in inputs)
     width = rows.key_width
@@ -362,7 +365,7 @@ def _scan_forward(
 
 
 def _transitions(rows: DeltaRows, of: PreparedChunks, splits: Splits) -> Tensor:
-    """What each of these splits does to a state: M (B, N, S, K, K) fp32."""
+    """The transitions M (B, N, S, K, K), fp32, of a state by the splits."""
     width = rows.key_width
     own = rows.splits(width)
     same = Splits(num_programs=own.num_programs, num_splits=splits.num_splits, split_chunks=splits.split_chunks)
@@ -376,14 +379,14 @@ def _transitions(rows: DeltaRows, of: PreparedChunks, splits: Splits) -> Tensor:
 def _fold(
     transitions: Tensor, local: Tensor, initial: Tensor | None, between: Tensor | None, *, reverse: bool = False
 ) -> Tensor:
-    """What leaves the last split, and in ``between`` what enters each. By PyTorch: splits are few."""
+    """The state that leaves the last split; ``between`` receives the states that enter splits. PyTorch: S is small."""
     num_splits = local.size(2)
     state = torch.zeros_like(local[:, :, 0]) if initial is None else initial
     for split in reversed(range(num_splits)) if reverse else range(num_splits):
         if between is not None:
             between[:, :, split] = state
         matrix = transitions[:, :, split].mT if reverse else transitions[:, :, split]
-        # Selected, not multiplied by 0: what overflowed in one document must give no NaN in the next.
+        # Selected, not multiplied by 0: an overflow in one document must give no NaN in the next.
         is_cut = (matrix == 0).flatten(-2).all(-1)[..., None, None]
         state = local[:, :, split] + (matrix @ state).masked_fill(is_cut, 0.0)
     return state

@@ -1,10 +1,11 @@
-"""The Triton kernels of the delta rule that go along a row: outputs with the states, and in reverse their cotangents.
+"""The Triton kernels of the delta rule that scan a row: outputs with the states, and in reverse their cotangents.
 
-A row is cut into chunks of CHUNK tokens; a split is some whole chunks that one program goes through in turn, with all
-rows and some columns of a head's state, which no other columns need. S splits; other names are those of ``pairs.py``.
+A row is cut into chunks of CHUNK tokens; a split is some whole chunks that one program scans in order. The program
+holds all rows and some columns of a head's state; columns are independent. S splits; other names are those of
+``pairs.py``.
 
-Keys and queries are ``k_in``, ``k_out`` and ``q_in``, with the decay to or from the edge of their chunk in them; or,
-with ``upto`` and ``after``, plain ones, whose decays of a head are factors of tokens.
+Keys and queries are ``k_in``, ``k_out`` and ``q_in``, times the decay to or from the edge of their chunk. With ``upto``
+and ``after`` they are plain, and the decays of a head are factors of tokens.
 """
 
 import triton
@@ -15,7 +16,7 @@ from lightscale.kernels.common.triton.kernels import exists, last_start, own_sta
 
 @triton.jit
 def _passed(state, through, of_chunk, rows, has_k, K: tl.constexpr, OF_HEADS: tl.constexpr):
-    """What goes through a chunk of the state."""
+    """The part of the state that passes through a chunk."""
     if OF_HEADS:
         decay = tl.load(through + of_chunk + 0 * rows)
     else:
@@ -37,10 +38,10 @@ def scan_forward(
     corrections,  # (B, N, X, C, C)
     scores,  # (B, N, X, C, C), or None
     starts,  # (B, T), or None
-    entering,  # (B, N, S, K, V) fp32: what enters each split, or None
-    leaving,  # (B, N, S, K, V) fp32: what leaves each split, or None
-    chunk_states,  # (B, N, X, K, V): what enters each chunk, or None
-    z,  # (B, T, N, V), contiguous: what is written before the factor β, or None
+    entering,  # (B, N, S, K, V) fp32: the state that enters each split, or None
+    leaving,  # (B, N, S, K, V) fp32: the state that leaves each split, or None
+    chunk_states,  # (B, N, X, K, V): the state that enters each chunk, or None
+    z,  # (B, T, N, V), contiguous: the write before the factor β, or None
     o,  # (B, T, N, V), contiguous, or None
     T,
     N,
@@ -65,7 +66,7 @@ def scan_forward(
     STORED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a split's chunks: y = v - k_in S, z = y - H (β y), u = β z; o = q_in S + P u;
+    """Scan a split's chunks: y = v - k_in S, z = y - H (β y), u = β z; o = q_in S + P u;
     S <- through S + k_outᵀ u."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OF_HEADS: tl.constexpr = upto is not None
@@ -103,7 +104,7 @@ def scan_forward(
             rounded = state.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk * K * V + within, rounded, mask=in_tile)
 
-        # In the dtype in which dots read it.
+        # In the dtype that dots read.
         entered = state.to(STORED)
         keys = tl.load(k_in + k_chunk + (i[:, None] * stride_kt + rows[None, :]), mask=in_keys, other=0.0)
         y = -tl.dot(keys.to(STORED), entered, input_precision=PRECISION)
@@ -117,7 +118,7 @@ def scan_forward(
             if o is not None:
                 read *= from_start
         if starts is not None:
-            # Selected: what enters may have overflowed in another document.
+            # Selected: the entering state may have overflowed in another document.
             y = tl.where(sees, y, 0.0)
             if o is not None:
                 read = tl.where(sees, read, 0.0)
@@ -162,11 +163,11 @@ def scan_back(
     scores,  # (B, N, X, C, C)
     starts,  # (B, T), or None
     z,  # (B, T, N, V), contiguous, of ``scan_forward``; or None
-    entering,  # (B, N, S, K, V) fp32: the cotangent of what leaves each split, or None for zero
-    leaving,  # (B, N, S, K, V) fp32: the cotangent of what enters each split, or None
-    chunk_states,  # (B, N, X, K, V): the cotangent of what leaves each chunk, or None
+    entering,  # (B, N, S, K, V) fp32: the cotangent of the state that leaves each split, or None for zero
+    leaving,  # (B, N, S, K, V) fp32: the cotangent of the state that enters each split, or None
+    chunk_states,  # (B, N, X, K, V): the cotangent of the state that leaves each chunk, or None
     dv,  # (B, T, N, V), contiguous, or None
-    dbeta,  # (V tiles, B, N, T) fp32: what these columns add; or None
+    dbeta,  # (V tiles, B, N, T) fp32: the part of these columns; or None
     T,
     N,
     num_chunks,
@@ -191,7 +192,7 @@ def scan_back(
     STORED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go back through a split's chunks: du = Pᵀ do + k_out dS, r = du - Hᵀ (β du), dv = β r, dβ = r · z;
+    """Scan a split's chunks backward: du = Pᵀ do + k_out dS, r = du - Hᵀ (β du), dv = β r, dβ = r · z;
     dS <- through dS + q_inᵀ do - k_inᵀ dv."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OF_HEADS: tl.constexpr = upto is not None

@@ -33,7 +33,7 @@ def step(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """S <- f ⊙ S, u = β (v - Sᵀ k), S <- S + k uᵀ and o = Sᵀ q; a program has some columns of a head's state."""
+    """S <- f ⊙ S, u = β (v - Sᵀ k), S <- S + k uᵀ and o = Sᵀ q; a program computes some columns of a head's state."""
     row_head, _, rows, cols, has_row, has_col = step_program(K, V, BLOCK_K, BLOCK_V)
     at = row_head * K * V + rows[:, None] * V + cols[None, :]
     inside = has_row[:, None] & has_col[None, :]
@@ -60,7 +60,7 @@ def recurrent_step(
     key_width = q.size(2)
     decays = None
     if log_decay is not None:
-        # Of a head: one for all channels, by a stride of 0.
+        # A decay per head: one for all channels, by a stride of 0.
         decays = log_decay.float()
         decays = decays[..., None].expand(*decays.shape, key_width) if decays.dim() == 2 else decays
     constants = step_constants(key_width, width)

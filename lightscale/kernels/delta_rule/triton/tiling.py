@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of the delta rule; docs/reference/operators/delta-rule.md, "On GPUs", says why."""
+"""Tiles of the Triton kernels of the delta rule, by docs/reference/operators/delta-rule.md, "On GPUs"."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +18,15 @@ class DeltaTiling:
     prepared: int
     """Most key channels that ``prepare_heads`` multiplies at once."""
     channel_prepared: int
-    """Most key channels that ``prepare_channels`` has at once."""
+    """Most key channels that ``prepare_channels`` holds at once."""
     state_elements: int
     """Most elements of a tile of the state, which has all key channels and some columns."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     gradient: int
     """Most key channels of a program of the gradients."""
     gradient_value: int
-    """Most value channels that it contracts at once."""
+    """Most value channels that this program contracts at once."""
     scan_stages: int
     """Chunks in flight."""
     stored: torch.dtype
@@ -63,16 +63,16 @@ def tiling_of(dtype: torch.dtype) -> DeltaTiling:
 
 
 def prepare_constants(dtype: torch.dtype, K: int, *, by_channel: bool) -> dict[str, Any]:
-    """The constants of ``prepare_heads`` or ``prepare_channels`` but the groups of heads."""
+    """The constants of ``prepare_heads`` or ``prepare_channels`` except the groups of heads."""
     tiling = tiling_of(dtype)
     most = tiling.channel_prepared if by_channel else tiling.prepared
     return {"K": K, "BLOCK_K": power_of_two(K, most=most), **_levels(tiling), **_dots(dtype)}
 
 
 def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
-    """The constants of ``scan_forward`` and ``scan_back`` but the groups of heads."""
+    """The constants of ``scan_forward`` and ``scan_back`` except the groups of heads."""
     tiling = tiling_of(dtype)
-    # A token reads all rows of the state before it writes: no program can have some of them alone.
+    # A token reads all rows of the state before it writes: every program holds all rows.
     block_k = power_of_two(K, most=1 << 20)
     most = max(16, min(tiling.state_value, tiling.state_elements // block_k))
     stored = getattr(tl, str(tiling.stored).removeprefix("torch."))
@@ -80,9 +80,9 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
 
 
 def gradient_constants(dtype: torch.dtype, K: int, V: int, *, by_channel: bool) -> dict[str, Any]:
-    """The constants of ``gradients_heads`` or ``gradients_channels`` but the groups of heads."""
+    """The constants of ``gradients_heads`` or ``gradients_channels`` except the groups of heads."""
     tiling = tiling_of(dtype)
-    # More tiles of values are unrolled by the compiler, and need registers that fewer key channels leave.
+    # The compiler unrolls more tiles of values, which need the registers that fewer key channels leave.
     few = 1 if 2 * tiling.gradient_value >= V else 4 if by_channel else 2
     widths = _widths(K, V, max(16, tiling.gradient // few), tiling.gradient_value)
     return {**widths, **(_levels(tiling) if by_channel else {}), **_dots(dtype)}

@@ -19,7 +19,7 @@ __all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "query_grad", "recurrent_step
 @torch.library.custom_op("lightscale::gla_state_fwd", mutates_args=())
 def _state_fwd(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = GLARows.of(k, log_decay, cu_seqlens)
-    # The order of launches is that of the data: decays into q and k first, then plain products without decays.
+    # The order of launches is the order of the data: decays into q and k first, then products without decays.
     prepared = decayed(rows, None, k)
     local = scan(rows, prepared.k_out, v, prepared.through, None, reverse=False, with_chunks=False).final
     # In fp64, because a sum over a million tokens drifts in fp32.
@@ -88,13 +88,13 @@ def _row_gradients(
     S_in: Tensor | None,
     dS_end: Arriving[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of q, k, v, do: dq, dk, dv, dlog_decay (fp32), dS_in."""
+    """dq, dk, dv, dlog_decay (fp32) and dS_in, from q, k, v and do."""
     q, k, v, do = inputs
     q_in, k_out, through, scores = decayed(rows, q, k)
     states = scan(rows, k_out, v, through, S_in, reverse=False).chunks
     dstates, dS_in = scan(rows, q_in, do, through, arrived(dS_end), reverse=True)
     dv = outputs(rows, k_out, scores, do, dstates, reverse=True)
-    del q_in, k_out, scores  # as large as inputs: gone before the other gradients are made
+    del q_in, k_out, scores  # as large as inputs: freed before the other gradients are allocated
     dq, dk, dlog_decay = key_gradients(rows, inputs, states, dstates, through)
     return dq, dk, dv, dlog_decay, dS_in
 
@@ -164,12 +164,12 @@ def grad_bwd(
 def query_grad(
     k: Tensor, v: Tensor, log_decay: Tensor, do: Tensor, S_in: Tensor | None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """dq alone, see ``chunked.query_grad``; by the kernel that makes dk and dlog_decay beside it."""
+    """dq alone, see ``chunked.query_grad``; the kernel also computes dk and dlog_decay."""
     rows = GLARows.of(k, log_decay, cu_seqlens)
     no_queries = torch.zeros_like(k)
     _, k_out, through, _ = decayed(rows, None, k)
     states = scan(rows, k_out, v, through, S_in, reverse=False).chunks
-    # Of what leaves the chunks only dk and dlog_decay know.
+    # Only dk and dlog_decay depend on the cotangents of the leaving states.
     dstates = torch.zeros_like(states) if states is not None else None
     return key_gradients(rows, (no_queries, k, v, do), states, dstates, through)[0]
 

@@ -26,7 +26,7 @@ WIDTHS = ((64, 64), (128, 128))
 
 
 def _prepare(dtype: torch.dtype, K: int, *, of: str = "qk", plain: bool = False, **options: Any) -> KernelCase:
-    """``of``: what is prepared; both are with scores. ``plain``: without documents."""
+    """``of``: the prepared operands, "q", "k" or "qk", the last with scores. ``plain``: without documents."""
     kind = NAMES[dtype]
     arguments, absent = pointers(
         {

@@ -1,10 +1,10 @@
-"""The Triton kernel of everything about chunks that needs decays and no values, and the decays themselves.
+"""The Triton kernel of a chunk's work that needs decays and no values, and the decays.
 
-Every decay inside a chunk is the exponential of a sum of log decays, all of one sign: over the tokens between a token
-and a border. The borders are the chunk's start and end, and, for a pair of tokens j < i, the one between the two
-neighbouring halves (of 1, 2, 4, … tokens) in which they stand: P_ij = exp(border to i) exp(j to border). So no
-exponent is above 0, none is a difference, and a sum over a path is a product with a 0/1 matrix (``_path``), its
-gradient one with the transposed matrix. Names of shapes and arguments are those of ``kernels.py``.
+Every decay inside a chunk is the exponential of a sum of log decays, over the tokens between a token and a border. All
+terms have one sign. The borders are the chunk's start and end. For a pair of tokens j < i the border lies between the
+two neighbouring halves (of 1, 2, 4, … tokens) that hold them: P_ij = exp(border to i) exp(j to border). So no exponent
+is above 0, and none is a difference. A sum over a path is a product with a 0/1 matrix (``_path``), its gradient a
+product with the transposed matrix. Names of shapes and arguments are those of ``kernels.py``.
 """
 
 import triton
@@ -15,13 +15,13 @@ from lightscale.kernels.common.triton.kernels import chunk_tokens, exists, last_
 
 @triton.jit
 def _path(paths, number, i, s, CHUNK: tl.constexpr):
-    """1 where s is on the path of this number between token i and a border, else 0; a column of i by a row of s."""
+    """1 where s is on path ``number`` between token i and a border, else 0; a column of i by a row of s."""
     return tl.load(paths + (number * CHUNK + i) * CHUNK + s)
 
 
 @triton.jit
 def load_logs(pointers, mask):
-    """Log decays, finite: -1000 stands for -inf, as its exponential is 0 too."""
+    """Log decays, finite: -1000 replaces -inf, because its exponential is 0 too."""
     return tl.maximum(tl.load(pointers, mask=mask, other=0.0).to(tl.float32), -1000.0)
 
 
@@ -29,7 +29,7 @@ def load_logs(pointers, mask):
 def decay_rows(paths, number, logs, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """The decay (C, width) between each token and its border: exp(path @ logs).
 
-    Half precision takes the logs in two parts, which hold 16 bits at least.
+    Half precision splits the logs into two parts, which hold 16 bits or more.
     """
     i = tl.arange(0, CHUNK)
     path = _path(paths, number, i[:, None], i[None, :], CHUNK)
@@ -43,7 +43,7 @@ def decay_rows(paths, number, logs, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def decay_columns(paths, number, logs, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """As ``decay_rows``, (width, C), of tokens side by side."""
+    """The transpose of ``decay_rows``: (width, C), contiguous tokens."""
     i = tl.arange(0, CHUNK)
     path = _path(paths, number, i[None, :], i[:, None], CHUNK)
     if path.dtype == tl.float32:
@@ -58,7 +58,7 @@ def decay_columns(paths, number, logs, CHUNK: tl.constexpr, PRECISION: tl.conste
 def add_to_logs(paths, number, z, sums, CHUNK: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr):
     """sums (C, width) and the log decays' part of the gradient by ``decay_rows``, from the tokens' z = x ⊙ dx.
 
-    What overflowed in one document must not reach another as 0 · Inf.
+    An overflow in one document must not reach another as 0 · Inf.
     """
     i = tl.arange(0, CHUNK)
     back = _path(paths, number, i[None, :], i[:, None], CHUNK)
@@ -75,7 +75,7 @@ def in_second_half(i, level):
 
 @triton.jit
 def product(x, y, like, PRECISION: tl.constexpr):
-    """x y, with operands of the dtype to which ``like`` points."""
+    """x y, with operands in the dtype of the pointer ``like``."""
     dtype: tl.constexpr = like.dtype.element_ty
     return tl.dot(x.to(dtype), y.to(dtype), input_precision=PRECISION)
 
@@ -109,7 +109,7 @@ def prepare(
     LEVELS: tl.constexpr,  # log2 CHUNK
     PRECISION: tl.constexpr,
 ):
-    """Everything about one chunk that needs its decays and no values."""
+    """All work of one chunk that needs its decays and no values."""
     program = tl.program_id(0).to(tl.int64)
     head = program % H
     chunk = program // H % num_chunks
@@ -152,7 +152,7 @@ def prepare(
             k_columns = k_chunk + i.to(tl.int64)[None, :] * stride_kt + cols[:, None]
             keys_columns = tl.load(k_columns, mask=mask_columns, other=0.0).to(tl.float32)
             for level in range(LEVELS):
-                # At each level every token has one decay, to or from the border of its two halves, so that a product of
+                # At each level every token has one decay, to or from the border of its two halves: a product of
                 # matrices gives all pairs of the level at once.
                 left = queries * decay_rows(paths, level, logs, CHUNK, PRECISION)
                 right = keys_columns * decay_columns(paths, level, logs_columns, CHUNK, PRECISION)

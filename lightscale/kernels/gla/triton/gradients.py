@@ -22,7 +22,7 @@ def token_products(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x_i · y_j (C, C) of a chunk's tokens."""
+    """Products x_i · y_j (C, C) of a chunk's tokens."""
     index = tl.arange(0, CHUNK).to(tl.int64)
     products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     for tile in range((V + BLOCK_V - 1) // BLOCK_V):
@@ -79,8 +79,8 @@ def gradients(
     log_decay,  # (B, T, H, K) fp32
     paths,  # (LEVELS + 2, C, C)
     do,  # (B, T, H, V)
-    states,  # (B, H, N, K, V): what enters each chunk
-    dstates,  # (B, H, N, K, V): the cotangent of what leaves each chunk
+    states,  # (B, H, N, K, V): the state that enters each chunk
+    dstates,  # (B, H, N, K, V): the cotangent of the state that leaves each chunk
     through,  # (B, H, N, K) fp32
     starts,  # (B, T), or None
     dq,  # (B, T, H, K), contiguous
@@ -138,7 +138,7 @@ def gradients(
         above = tl.where(own_start[None, :] <= line, above, 0.0)
     pairs = tl.where(line > column, below, above.to(q.dtype.element_ty))
 
-    # Each token, through the state that enters the chunk and the one that leaves it.
+    # The part of each token through the state that enters the chunk and the state that leaves it.
     v_rows, do_rows = v_chunk + index[:, None] * stride_vt, do_chunk + index[:, None] * stride_ot
     state, dstate = states + of_chunk * K * V, dstates + of_chunk * K * V
     read, written, passing = _through_states(
@@ -163,8 +163,8 @@ def gradients(
     of_queries = read + own * keys
     of_keys = written + own * queries
 
-    # Between two tokens of the chunk. In second halves a token is a query, in first halves a key. What is the same at
-    # all levels is not kept in registers between them.
+    # The part between two tokens of the chunk. In second halves a token is a query, in first halves a key. Data that
+    # all levels share is reloaded per level, to save registers.
     for level in tl.range(0, LEVELS, disable_licm=True):
         second = in_second_half(line, level)
         decays = decay_rows(paths, level, logs, CHUNK, PRECISION)
@@ -177,7 +177,7 @@ def gradients(
 
     if DOCUMENTS:
         finite = tl.abs(of_queries) + tl.abs(of_keys) < float("inf")
-        # What overflowed is said, not hidden: ``add_to_logs`` has dropped it to keep it out of other documents.
+        # An overflow is reported as NaN: ``add_to_logs`` has dropped it to keep it out of other documents.
         of_decays = tl.where(finite, of_decays, float("nan"))
     at = ((row * T + begin + index[:, None]) * H + head) * K + cols[None, :]
     tl.store(dq + at, of_queries.to(dq.dtype.element_ty), mask=mask)

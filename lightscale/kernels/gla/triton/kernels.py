@@ -1,15 +1,14 @@
-"""The Triton kernels of gated linear attention that go over rows: states at chunk starts, and outputs.
+"""The Triton kernels of gated linear attention that scan rows: states at chunk starts, and outputs.
 
-``decays.py`` has what they need of the decays inside chunks, ``gradients.py`` the gradients of a chunk.
+``decays.py`` has the decays inside chunks, ``gradients.py`` the gradients of a chunk.
 
-A row is cut into chunks of CHUNK tokens; a split is some whole chunks that one program goes through in turn. Names of
-shapes: B rows, T tokens, H heads, N chunks, S splits, C tokens of a chunk. All arithmetic is fp32; half-precision
-operands go to the tensor cores as they are. docs/reference/operators/gla.md has the mathematics, the tiling and the
-counts.
+A row is cut into chunks of CHUNK tokens; a split is some whole chunks that one program scans in order. Names of shapes:
+B rows, T tokens, H heads, N chunks, S splits, C tokens of a chunk. All arithmetic is fp32; tensor cores take
+half-precision operands unconverted. docs/reference/operators/gla.md has the mathematics, the tiling and the counts.
 
-``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one, so
-that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its
-document starts before the chunk.
+``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one. A
+key j is in query i's document when j >= starts[i]. A query reads the state that enters a chunk when its document starts
+before the chunk.
 """
 
 import triton
@@ -23,10 +22,10 @@ def scan_states(
     x,  # (B, T, H, K), contiguous: k_out of ``prepare``; q_in in reverse
     y,  # (B, T, H, V): values; cotangents of the outputs in reverse
     through,  # (B, H, N, K) fp32
-    entering,  # (B, H, S, K, V) fp32: what enters each split, or None for zero
-    leaving,  # (B, H, S, K, V) fp32: what leaves each split, or None
+    entering,  # (B, H, S, K, V) fp32: the state that enters each split, or None for zero
+    leaving,  # (B, H, S, K, V) fp32: the state that leaves each split, or None
     split_through,  # (B, H, S, K) fp32: the decay through each split, or None
-    chunk_states,  # (B, H, N, K, V): what enters each chunk, or None
+    chunk_states,  # (B, H, N, K, V): the state that enters each chunk, or None
     T,
     H,
     num_chunks,
@@ -43,13 +42,13 @@ def scan_states(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a split's chunks with a tile of the state: S <- through ⊙ S + xᵀ y.
+    """Scan a split's chunks with a tile of the state: S <- through ⊙ S + xᵀ y.
 
     In reverse the state is the cotangent of the state that leaves a chunk, and "enters" means from behind.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    # x is 0 for tokens that have no part in the state (``prepare``), so documents clear only the state here.
+    # x is 0 for tokens without a part in the state (``prepare``): documents clear the state alone.
     row, head, split, tile_k, tile_v = scan_program(H, num_splits, K_TILES, V_TILES)
 
     cols_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -94,18 +93,18 @@ def scan_states(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def fold_splits(
-    local,  # (B, H, S, K V) fp32: what leaves each split when nothing enters it
+    local,  # (B, H, S, K V) fp32: the state that leaves each split when nothing enters it
     through,  # (B, H, S, K) fp32: the decay through each split
     initial,  # (B, H, K V) fp32, or None for zero
-    entering,  # (B, H, S, K V) fp32: what enters each split, or None
-    final,  # (B, H, K V) fp32: what leaves the last
+    entering,  # (B, H, S, K V) fp32: the state that enters each split, or None
+    final,  # (B, H, K V) fp32: the state that leaves the last split
     num_splits,
     K: tl.constexpr,
     V: tl.constexpr,
     ELEMENTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The states between splits, one after the other; a program has some elements of a head's state."""
+    """The states between splits, one after the other; a program computes some elements of a head's state."""
     NUM_TILES: tl.constexpr = (K * V + ELEMENTS - 1) // ELEMENTS
     program = tl.program_id(0).to(tl.int64)
     row_head = program // NUM_TILES
@@ -132,7 +131,7 @@ def attend(
     x,  # (B, T, H, K), contiguous: q_in of ``prepare``; k_out in reverse
     scores,  # (B, H, N, C, C); read transposed in reverse
     z,  # (B, T, H, V): values; cotangents of the outputs in reverse
-    states,  # (B, H, N, K, V): what enters each chunk; in reverse, the cotangent of what leaves it
+    states,  # (B, H, N, K, V): the state that enters each chunk; in reverse, the cotangent of the leaving one
     starts,  # (B, T), or None
     out,  # (B, T, H, V), contiguous
     T,
@@ -149,7 +148,7 @@ def attend(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = scores z + x S for a chunk and some columns: o, and in reverse dv."""
+    """out = scores z + x S for a chunk and some columns: o, or in reverse dv."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     row, head, chunk, tile_v = tile_program(H, num_chunks, V_TILES)
     cols_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -162,7 +161,7 @@ def attend(
     of_chunk = (row * H + head) * num_chunks + chunk
 
     acc = tl.zeros([CHUNK, BLOCK_V], dtype=tl.float32)
-    # The state's part comes first, because documents clear it by rows; then the pairs, which ``scores`` has masked.
+    # The state's part comes first, because documents clear its rows; then the pairs, which ``scores`` has masked.
     for tile in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         cols = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         has_k = exists(cols, K, BLOCK_K)

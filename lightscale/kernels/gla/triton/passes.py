@@ -1,6 +1,6 @@
 """The passes of gated linear attention on GPUs: decays, states of chunks, outputs and gradients; host side.
 
-``__init__.py`` puts them together.
+``__init__.py`` composes them.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from lightscale.kernels.gla.triton.tiling import (
 
 @dataclass(frozen=True, kw_only=True)
 class GLARows:
-    """What all launches of one call share."""
+    """Data that all launches of one call share."""
 
     num_rows: int
     num_tokens: int
@@ -42,7 +42,7 @@ class GLARows:
 
     @classmethod
     def of(cls, x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> "GLARows":
-        """Those of x (B, T, H, width)."""
+        """The rows of x (B, T, H, width)."""
         num_rows, num_tokens, num_heads = x.shape[:3]
         return cls(
             num_rows=num_rows,
@@ -79,24 +79,24 @@ class GLARows:
 def paths_on(device: torch.device, chunk: int, dtype: torch.dtype) -> Tensor:
     """The 0/1 matrices (levels + 2, C, C) of the sums between token i and a border: 1 for each token s on the path.
 
-    Number n, below log2 C: the border between the two neighbouring halves of 2^n tokens in which i stands; upto i from
-    the second one's start, or behind i to the first one's end. Then: behind i to the chunk's end, and upto i from its
-    start.
+    Number n, below log2 C: the border between the two neighbouring halves of 2^n tokens around i. The path is from the
+    second half's start through i, or from behind i to the first half's end. The last two numbers: from behind i to the
+    chunk's end, and from its start through i.
     """
     levels = torch.arange(chunk.bit_length() + 1, device=device)[:, None, None]
     i, s = torch.arange(chunk, device=device)[:, None], torch.arange(chunk, device=device)
-    # At the last two levels the chunk is one half: the first, then the second one of its parent.
+    # At the last two levels the chunk is one half of its parent: the first, then the second.
     second = torch.where(levels > chunk.bit_length() - 1, 1, i >> levels & 1) == 1
     return ((i >> levels == s >> levels) & torch.where(second, s <= i, s > i)).to(dtype)
 
 
 class Prepared(NamedTuple):
-    """Everything about chunks that needs decays and no values; what was not asked for is None."""
+    """The chunks' results that need decays and no values; None unless requested."""
 
     q_in: Tensor | None
-    """(B, T, H, K): queries decayed from the start of their chunk; 0 where they do not see what enters it."""
+    """(B, T, H, K): queries decayed from the start of their chunk; 0 where they do not read the entering state."""
     k_out: Tensor | None
-    """(B, T, H, K): keys decayed to the end of their chunk; 0 where they do not reach what leaves it."""
+    """(B, T, H, K): keys decayed to the end of their chunk; 0 where they do not reach the leaving state."""
     through: Tensor
     """(B, H, N, K) fp32: the decay through each chunk; 0 where a document begins in it."""
     scores: Tensor | None
@@ -104,7 +104,7 @@ class Prepared(NamedTuple):
 
 
 def decayed(rows: GLARows, q: Tensor | None, k: Tensor | None) -> Prepared:
-    """The decays' work on the queries, the keys, or, when both are given, also on each pair of them."""
+    """Apply the decays to q or k (B, T, H, K), or, if both are given, to both and to each pair of tokens."""
     q, k = (None if x is None else dense_last(x) for x in (q, k))
     width, chunk = rows.key_width, rows.tiling.chunk
     q_in, k_out = (None if x is None else rows.tokens(width) for x in (q, k))
@@ -140,12 +140,12 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 class GLAScanned(NamedTuple):
-    """What a scan of the states gives."""
+    """Results of a scan of the states."""
 
     chunks: Tensor | None
-    """(B, H, N, K, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
+    """(B, H, N, K, V): the state that enters each chunk; in reverse, the cotangent of the leaving state."""
     final: Tensor
-    """(B, H, K, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
+    """(B, H, K, V) fp32: the state that leaves the rows; in reverse, the cotangent of the entering state."""
 
 
 def scan(
@@ -158,7 +158,7 @@ def scan(
     reverse: bool,
     with_chunks: bool = True,
 ) -> GLAScanned:
-    """The states of k_out and v from the one that enters the rows, or in reverse the cotangents by q_in and do."""
+    """The states of k_out and v (B, T, H, width), from the entering state; in reverse cotangents, from q_in and do."""
     assert x is not None
     y = dense_last(y)
     widths = x.size(3), y.size(3)
@@ -167,7 +167,7 @@ def scan(
     num_programs = rows.num_rows * rows.num_heads * tiles
     splits = Splits.of(num_programs, rows.num_chunks, rows.device)
 
-    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
+    # In the dtype that dots read: fp32 would cost twice the bytes, and dots would round it.
     chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
 
     def launch(entering: Tensor | None, leaving: Tensor | None, split_through: Tensor | None, keep: bool) -> None:
@@ -206,7 +206,7 @@ def _fold(
     *,
     reverse: bool,
 ) -> None:
-    """Fill ``between`` with what enters each split and ``final`` with what leaves the last one."""
+    """Write the states that enter the splits to ``between``, and the state that leaves the last split to ``final``."""
     num_rows, num_heads, num_splits, K, V = local.shape
     fold_splits[(num_rows * num_heads * triton.cdiv(K * V, FOLD_ELEMENTS),)](
         local,
@@ -226,7 +226,7 @@ def _fold(
 def outputs(
     rows: GLARows, x: Tensor | None, scores: Tensor | None, z: Tensor, states: Tensor | None, *, reverse: bool
 ) -> Tensor:
-    """scores z + x S (B, T, H, V): o from q_in, v and the states, in reverse dv from k_out, do and their cotangents."""
+    """scores z + x S (B, T, H, V): o from q_in, v and the states; in reverse dv from k_out, do and the cotangents."""
     assert x is not None and scores is not None and states is not None
     z = dense_last(z)
     out = rows.tokens(z.size(3), z.dtype)

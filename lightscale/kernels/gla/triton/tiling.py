@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of gated linear attention; docs/reference/operators/gla.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of gated linear attention, by docs/reference/operators/gla.md, "Tiling"."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +18,19 @@ class GLATiling:
     chunk: int
     """Tokens between two stored states, a power of two: every decay inside comes from its halves."""
     prepared: int
-    """Most key channels that ``prepare`` has at once."""
+    """Most key channels that ``prepare`` holds at once."""
     state_key: int
     """Most rows of a tile of the state in ``scan_states``."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     contracted: int
     """Most key channels that ``attend`` multiplies at once."""
     width: int
-    """Most columns of its outputs."""
+    """Most columns of the outputs of ``attend``."""
     gradient: int
     """Most key channels of a program of ``gradients``."""
     gradient_value: int
-    """Most value channels that it contracts at once."""
+    """Most value channels that this program contracts at once."""
     scan_stages: int
     """Chunks in flight."""
     attend_stages: int
@@ -83,13 +83,13 @@ def prepare_constants(dtype: torch.dtype, K: int) -> dict[str, Any]:
 
 
 def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
-    """The constants of ``scan_states`` but its direction."""
+    """The constants of ``scan_states`` except its direction."""
     tiling = tiling_of(dtype)
     return {**_widths(K, V, tiling.state_key, tiling.state_value), **_dots(dtype)}
 
 
 def attend_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
-    """The constants of ``attend`` but its direction."""
+    """The constants of ``attend`` except its direction."""
     tiling = tiling_of(dtype)
     return {**_widths(K, V, tiling.contracted, tiling.width), **_dots(dtype)}
 
@@ -98,7 +98,7 @@ def gradient_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
     """The constants of ``gradients``."""
     tiling = tiling_of(dtype)
     if dtype == torch.float32:
-        # When all values fit into one tile, Triton 3.9 keeps more in registers than there are: narrower tiles of keys.
+        # If all values fit into one tile, Triton 3.9 needs more registers than exist: narrower tiles of keys.
         keys = tiling.gradient if tiling.gradient_value < V else tiling.gradient // 2
         return {**_widths(K, V, keys, tiling.gradient_value), **_levels(tiling), **_dots(dtype)}
     # Also for narrower heads: Triton 3.6 compiled warp-group products 16 and 32 columns wide to wrong gradients and

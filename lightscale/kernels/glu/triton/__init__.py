@@ -1,7 +1,7 @@
 """The gated linear unit in Triton: one pass forward, one backward.
 
-Every program owns BLOCK columns of one row. The backward pass writes both halves of the projection's gradient, so that
-nothing is concatenated, and recomputes the activation from the projection, so that nothing else is kept.
+Every program owns BLOCK columns of one row. The backward pass writes both halves of the projection's gradient, without
+a concatenation. It recomputes the activation from the projection, the only saved tensor.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ def _(x: Tensor, dout: Tensor, activation: str) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x (..., width) as (rows, width) with neighbouring columns; a view where its strides allow that."""
+    """x (..., width) as (rows, width) with contiguous columns; a view where the strides of x allow it."""
     return dense_last(x.reshape(-1, x.shape[-1]))
 
 

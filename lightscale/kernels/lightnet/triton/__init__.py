@@ -87,7 +87,7 @@ def _state_bwd(
     S: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """U and R of the state that enters, by the row's own outputs."""
+    """U and R of the entering state, by the row's own outputs."""
     backward = Backward.of(LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
     _, own = backward.scan(backward.query_gradients(), None, with_chunks=False)
     return own.U, own.R
@@ -114,7 +114,7 @@ def _gradients(
     cu_seqlens: Tensor | None,
     with_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dtheta (H, K), fp64 (empty unless asked for), and U and R of the state that enters."""
+    """dq, dk, dv, dtheta (H, K) in fp64 (empty unless requested), and U and R of the entering state."""
     backward = Backward.of(LightNetRow.of(k, v, angles_of(theta, positions), cu_seqlens), q, do, _state(z, S))
     cotangent = None if U is None or R is None else StateCotangent(U, R)
     return _row_gradients(backward, cotangent, with_theta=with_theta)
@@ -124,7 +124,7 @@ def _row_gradients(
     backward: Backward, cotangent: Arriving[StateCotangent | None], *, with_theta: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     by_queries, by_keys = (backward.angle_parts(), backward.angle_parts()) if with_theta else (None, None)
-    # dq first: it needs no cotangent from elsewhere, and R, which the scan of cotangents passes back, is made of it.
+    # dq first: it needs no cotangent of other ranks, and gives R, which the scan of cotangents passes back.
     dq = backward.query_gradients(by_queries)
     by_chunk, start = backward.scan(dq, arrived(cotangent))
     assert by_chunk is not None
@@ -183,7 +183,7 @@ def out_fwd(
     state_in: LightNetState | None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LightNetState]:
-    """The outputs and the state that leaves, see ``chunked.out_fwd``; the inputs and that state are saved."""
+    """The outputs and the leaving state, see ``chunked.out_fwd``; saves the inputs and this state."""
     o, z, S = _out_fwd(q, k, v, *parts_of(angles), *(state_in or (None, None)), cu_seqlens)
     return o, LightNetState(z, S)
 

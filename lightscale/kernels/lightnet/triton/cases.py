@@ -26,7 +26,7 @@ WIDTHS = ((64, 64), (128, 128))
 
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-# Each kernel's inputs and outputs in the dtype of q, and the strided ones among them by their letters.
+# Each kernel's inputs and outputs in the dtype of q, and the letters of the strided ones.
 _PRODUCTS = {
     "o": (outputs, ("q", "k", "v", "out"), "qkv"),
     "dq": (query_gradients, ("k", "v", "do", "dq"), "kvdq"),
@@ -57,7 +57,7 @@ def _name(what: str, K: int, V: int, dtype: torch.dtype, angles: bool) -> str:
 
 
 def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, angles: bool, usual: bool) -> KernelCase:
-    """With documents, a state that enters, and the states of chunks."""
+    """One kernel with documents, an entering state, and the states of chunks."""
     arguments, constants = _angles(angles)
     stored = _NAMES[tiling_of(dtype).compute]
     if reverse:
@@ -85,7 +85,7 @@ def _scan(dtype: torch.dtype, K: int, V: int, *, reverse: bool, angles: bool, us
 def _product(
     role: str, dtype: torch.dtype, K: int, V: int, *, angles: bool, usual: bool, learned: bool = False
 ) -> KernelCase:
-    """With documents; ``learned`` with the gradient of the angles."""
+    """One kernel with documents; ``learned``: with the gradient of the angles."""
     kernel, names, letters = _PRODUCTS[role]
     arguments, constants = _angles(angles)
     if role in ("dq", "dk"):

@@ -1,4 +1,4 @@
-"""The Triton kernels of LightNet's operator that go back: the cotangents (U, R) of the states of chunks and splits.
+"""The backward scans of LightNet's Triton kernels: the cotangents (U, R) of the states of chunks and splits.
 
 Names of shapes and arguments are those of ``kernels.py``.
 """
@@ -25,9 +25,9 @@ def scan_cotangents(
     depths,
     enter_U,  # (B, H, S, R, V) fp32: the cotangent of the state that leaves each split, or None for zero
     enter_R,  # (B, H, S, K) fp32, or None
-    leave_U,  # (B, H, S, R, V) fp32: that of the state which enters each split, or None
+    leave_U,  # (B, H, S, R, V) fp32: the cotangent of the state that enters each split, or None
     leave_R,  # (B, H, S, K) fp32, or None
-    chunk_U,  # (B, H, N, R, V): that of the state which leaves each chunk, or None
+    chunk_U,  # (B, H, N, R, V): the cotangent of the state that leaves each chunk, or None
     chunk_R,  # (B, H, N, K) fp32, or None
     T,
     H,
@@ -49,9 +49,9 @@ def scan_cotangents(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go back through a split's chunks with a tile of U: U <- e^(z - z') U + Σ φ(q e^(z - z_t)) doᵀ.
+    """Scan a split's chunks backward with a tile of U: U <- e^(z - z') U + Σ φ(q e^(z - z_t)) doᵀ.
 
-    R goes along with the first tile of V. All exponents are at most 0.
+    The programs of the first tile of V also compute R. All exponents are at most 0.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -95,8 +95,8 @@ def scan_cotangents(
 
         enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols_k, mask=has_k, other=EMPTY)
         leave = tl.load(edges + (of_chunk * 3 + 2) * K + cols_k, mask=has_k, other=0.0)
-        # e^(z - z') of the states at the chunk's two ends, from their differences to one base: at most 1, and exact
-        # where z is large.
+        # e^(z - z') of the states at the chunk's two ends, from their differences to one base: at most 1, and exact for
+        # large z.
         share = share_of(enter, leave)
         loss *= share
         first *= share[:, None]

@@ -1,17 +1,17 @@
-"""The Triton kernels of LightNet's operator: what they share, and the one for single steps.
+"""The Triton kernels of LightNet's operator: shared functions, and the kernel of one step.
 
-``states.py`` and ``cotangents.py`` go through a row, ``queries.py`` and ``keys.py`` have the tokens of a chunk.
+``states.py`` and ``cotangents.py`` scan a row, ``queries.py`` and ``keys.py`` compute the tokens of a chunk.
 
-A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens; a split is some whole chunks that one
-program goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S splits, K key width, V value
-width, R rows of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z
-inside a chunk, in fp32. docs/reference/operators/lightnet.md has the mathematics, the tiling and the counts.
+A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens. A split is some whole chunks that one
+program scans in order. Names of shapes: B rows, T tokens, H heads, N chunks, S splits, K key width, V value width, R
+rows of a state: K, or 2K with angles, whose halves share z. All exponents are differences of keys and z inside a chunk,
+in fp32. docs/reference/operators/lightnet.md has the mathematics, the tiling and the counts.
 
 ``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one.
-``edges`` (B, H, N, 3, K) fp32 has, for each chunk and channel, its base (the largest key, or what entered), and z of
-the states that enter and leave it, less the base; ``depths`` (B, T, H, K) fp32 is z of each token, less the base.
-``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: its cos and sin are made
-where they are multiplied (``wave``).
+``edges`` (B, H, N, 3, K) fp32 has three numbers for each chunk and channel: its base (the largest key, or the entering
+z), and z of the states that enter and leave the chunk, less the base. ``depths`` (B, T, H, K) fp32 is z of each token,
+less the base. ``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: cos and
+sin are computed where they are multiplied (``wave``).
 """
 
 import triton
@@ -19,8 +19,8 @@ import triton.language as tl
 
 from lightscale.kernels.common.triton.kernels import exists, step_program, tile_program
 
-# Only e^(reference - z) can exceed 1. Up to e^60 times a query nothing overflows, and what underflows counts for less
-# than e^-27 anywhere; tokens whose z lies deeper below the reference get one of their own.
+# Only e^(reference - z) can exceed 1. Up to e^60 times a query no product overflows, and terms that underflow are below
+# e^-27 of any result. Tokens whose z lies deeper below the reference get a reference of their own.
 RISE: tl.constexpr = tl.constexpr(60.0)
 LEAST: tl.constexpr = tl.constexpr(8.7565e-27)
 EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
@@ -28,35 +28,35 @@ EMPTY: tl.constexpr = tl.constexpr(float("-inf"))
 
 @triton.jit
 def share_of(above, below):
-    """e^(above - below), at most 1; 0 where above is -inf, whatever below is."""
+    """e^(above - below), at most 1; 0 where above is -inf, for any below."""
     return tl.where(above > EMPTY, tl.exp(tl.minimum(above - below, 0.0)), 0.0)
 
 
 @triton.jit
 def finite(x):
-    """x, 0 where it is -inf: a reference that can be subtracted."""
+    """x, or 0 where x is -inf: a reference that can be subtracted."""
     return tl.where(x > EMPTY, x, 0.0)
 
 
 @triton.jit
 def origin_of(reference):
-    """A reference as a number: one of -inf has no tokens, and this is below all of them."""
+    """A reference as a finite number: a reference of -inf has no tokens and becomes a number below all z."""
     return tl.where(reference > EMPTY, reference, -1e30)
 
 
 @triton.jit
 def reads(depth, at):
-    """e^(at - z) of the tokens whose z lies at most RISE below ``at`` and not above it; 0 for the others."""
+    """e^(at - z) of the tokens whose z lies at most RISE below ``at``, and not above ``at``; 0 for the others."""
     held = (depth >= at - RISE) & (depth <= at)
     return tl.where(held, tl.exp(tl.minimum(at - depth, RISE)), 0.0)
 
 
 @triton.jit
 def half_program(K: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Of a program that has a tile of one half of a head's state: row and head as one number, and where the tile is.
+    """Row and head (one number) of a program for a tile of one half of a head's state, and the place of the tile.
 
-    That is its channels and which of them exist, its elements within the state and which of them exist, and whether
-    it is the first tile of its channels, which also has what is of channels alone.
+    The place is: channels and their mask, elements within the state and their mask, and whether the tile is the first
+    of its channels. The first tile also computes results per channel.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -75,9 +75,9 @@ def half_program(K: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit
 def token_program(T, H, num_token_tiles, COLUMN_TILES: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr):
-    """Of a program that has a tile of tokens: row, head, numbers of the tiles of tokens and of columns, and the chunk.
+    """Row, head, numbers of the tiles of tokens and of columns, and the chunk of a program for a tile of tokens.
 
-    Of the chunk its number, its first token and its length, and which of its tokens are the tile's.
+    The chunk is: its number, its first token, its length, and the positions of the tile's tokens in it.
     """
     row, head, tile_t, tile = tile_program(H, num_token_tiles, COLUMN_TILES)
     chunk = tile_t * BLOCK_T // CHUNK
@@ -105,7 +105,7 @@ def recurrent(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One token: the state's mean takes in φ vᵀ, weighed by e^k; a program has some columns of a head's state."""
+    """One token: the state's mean includes φ vᵀ, weighted by e^k; a program computes some columns of a head's state."""
     R: tl.constexpr = K if cos is None else 2 * K
     row_head, tile, rows, cols, has_row, has_col = step_program(K, V, BLOCK_K, BLOCK_V)
     inside = has_row[:, None] & has_col[None, :]
@@ -132,7 +132,7 @@ def recurrent(
             else:
                 phase = tl.load(sin + row_head * K + rows, mask=has_row, other=0.0)
         at = row_head * R * V + (half * K + rows)[:, None] * V + cols[None, :]
-        # What is empty may hold anything.
+        # An empty state may hold any value.
         state = tl.load(before + at, mask=inside & (z > EMPTY)[:, None], other=0.0)
         state = state * old[:, None] + (new * phase)[:, None] * value[None, :]
         tl.store(after + at, state, mask=inside)

@@ -1,6 +1,6 @@
 """The Triton kernels of LightNet's operator for the keys of a chunk: the gradients of k and v.
 
-References and rounds are those of ``queries.py``, one for each tile of queries that a tile of keys meets.
+References and rounds are those of ``queries.py``, one for each tile of queries behind a tile of keys.
 """
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
@@ -137,7 +137,7 @@ def key_gradients(
             reference = tl.max(tl.where(depth < origin - RISE, depth, EMPTY), 0)
             more = tl.max(reference, 0) > EMPTY
             losses = query * tl.load(dq + at_partner, mask=in_partner, other=0.0).to(tl.float32)
-            # Finite, so that another document's are dropped by a factor of 0 whatever they are.
+            # Finite, so that a factor of 0 drops another document's values.
             losses = tl.minimum(tl.maximum(losses, -1e37), 1e37)
             if turns is None:
                 grad_x = tl.dot(dscores, query.to(COMPUTE), input_precision=PRECISION)

@@ -1,6 +1,6 @@
 """The passes of LightNet's operator on GPUs: states, weights, outputs, cotangents, gradients.
 
-``__init__.py`` puts them together.
+``__init__.py`` composes them.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from lightscale.kernels.lightnet.triton.tiling import (
 
 @dataclass(frozen=True, kw_only=True)
 class LightNetRow:
-    """What all passes of one call share: keys, values, angles, documents, and how they are tiled."""
+    """Data that all passes of one call share: keys, values, angles, documents, and their tiles."""
 
     k: Tensor
     v: Tensor
@@ -39,7 +39,7 @@ class LightNetRow:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None) -> "LightNetRow":
-        """Those of k (B, T, H, K) and v (B, T, H, V)."""
+        """The rows of k (B, T, H, K) and v (B, T, H, V)."""
         return cls(
             k=dense_last(k),
             v=dense_last(v),
@@ -83,7 +83,7 @@ def _splits(row: LightNetRow) -> Splits:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkStates:
-    """The states that enter the chunks: S, and z as a sum of two parts that stays exact where z is large."""
+    """The states that enter the chunks: S, and z as a sum of two parts, which is exact for large z."""
 
     S: Tensor
     """(B, H, N, R, V)."""
@@ -115,8 +115,8 @@ def scan(
             _scan_states(row, splits, (z_in, None, S_in), (end.z, None, end.S), chunks)
         else:
             num_splits = splits.num_splits
-            # Each split from an empty state, side by side; a fold over the few of them; each again from what enters it.
-            # z stays a pair (top, log), or its rounding would grow with the number of splits.
+            # All splits from empty states, side by side; a fold over the few splits; all splits again from their
+            # entering states. z stays a pair (top, log), because its rounding would grow with the number of splits.
             local = (row.empty(num_splits, K), row.empty(num_splits, K), row.empty(num_splits, R, V))
             _scan_states(row, splits, (None, None, None), local, None)
             between = tuple(torch.empty_like(x) if with_chunks else None for x in local)
@@ -258,7 +258,7 @@ def _products(
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """The backward passes of a row, in the order in which they need each other."""
+    """The backward passes of a row, in the order of their dependencies."""
 
     row: LightNetRow
     q: Tensor
@@ -274,15 +274,15 @@ class Backward:
         return cls(row=row, q=dense_last(q), do=dense_last(do), chunks=chunks, weights=weights_of(row, chunks))
 
     def angle_parts(self) -> Tensor:
-        """(B, H, token tiles, K), not initialised: what each tile of tokens adds to dtheta.
+        """(B, H, token tiles, K), not initialised: each tile's part of dtheta.
 
-        Summed afterwards in a fixed order: atomic additions would not repeat from run to run.
+        The parts are summed afterwards in a fixed order: atomic additions would not be reproducible.
         """
         num_tokens, K = self.row.sizes[0], self.row.widths[0]
         return self.row.empty(triton.cdiv(num_tokens, self.row.tiling.tile_tokens), K)
 
     def query_gradients(self, angle_parts: Tensor | None = None) -> Tensor:
-        """dq (B, T, H, K); what the queries add to dtheta is written to ``angle_parts``."""
+        """dq (B, T, H, K); the queries' parts of dtheta are written to ``angle_parts``."""
         row = self.row
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         q = None if angle_parts is None else self.q
@@ -295,7 +295,7 @@ class Backward:
     def scan(
         self, dq: Tensor, cotangent: StateCotangent | None, *, with_chunks: bool = True
     ) -> tuple[StateCotangent | None, StateCotangent]:
-        """The cotangents (U, R) of the states that leave the chunks, and of the one that enters the row."""
+        """The cotangents (U, R) of the states that leave the chunks, and of the state that enters the row."""
         row, splits, (K, V) = self.row, _splits(self.row), self.row.widths
         start = row.empty_cotangent()
         by_chunk = None
@@ -364,7 +364,7 @@ class Backward:
         )
 
     def key_gradients(self, dq: Tensor, by_chunk: StateCotangent, angle_parts: Tensor | None = None) -> Tensor:
-        """dk (B, T, H, K); what the keys add to dtheta is written to ``angle_parts``."""
+        """dk (B, T, H, K); the keys' parts of dtheta are written to ``angle_parts``."""
         row = self.row
         dk = torch.empty(row.k.shape, dtype=row.k.dtype, device=row.k.device)
         strides = (*self.q.stride()[:3], *row.k.stride()[:3], *row.v.stride()[:3], *self.do.stride()[:3])

@@ -1,9 +1,9 @@
 """The Triton kernels of LightNet's operator for the queries of a chunk: outputs, and the gradient of q.
 
-Each program has a tile of tokens. A pair's weight e^(k_s - z_t) is e^(k_s - r) e^(r - z_t), with a reference r per
-channel for the queries of a tile: their largest z. Queries that lie too deep below it are computed in further
-rounds, each with the largest z among them as its reference; as a rule there are none, and one round is all. Names of
-shapes, ``starts``, ``edges`` and ``depths`` are those of ``kernels.py``.
+Each program computes a tile of tokens. A pair's weight e^(k_s - z_t) is e^(k_s - r) e^(r - z_t), with a reference r per
+channel for the queries of a tile: their largest z. Queries whose z lies too deep below r are computed in further
+rounds, each with their largest z as its reference. Usually one round suffices. Names of shapes, ``starts``, ``edges``
+and ``depths`` are those of ``kernels.py``.
 """
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
@@ -23,7 +23,7 @@ def outputs(
     v,  # (B, T, H, V)
     turns,
     positions,
-    states,  # (B, H, N, R, V): what enters each chunk
+    states,  # (B, H, N, R, V): the state that enters each chunk
     starts,
     edges,
     depths,
@@ -146,7 +146,7 @@ def query_gradients(
     positions,
     q,  # (B, T, H, K), or None
     angle_parts,  # (B, H, token tiles, K) fp32: these queries' part of dtheta, or None
-    states,  # (B, H, N, R, V): what enters each chunk
+    states,  # (B, H, N, R, V): the state that enters each chunk
     starts,
     edges,
     depths,
@@ -221,7 +221,7 @@ def query_gradients(
         grad_x += grad_y * wave(own_positions, own_turns, 1)
     enter = tl.load(edges + (of_chunk * 3 + 1) * K + cols, mask=has_k, other=EMPTY)
     depth = tl.load(depths + own, mask=in_rows, other=0.0)
-    # What nothing entered may hold anything.
+    # An empty entering state may hold any value.
     entered = (own_start < 0)[:, None] & (enter > EMPTY)[None, :]
     share = share_of(enter[None, :], depth)
     acc = tl.where(entered, grad_x * share, 0.0)

@@ -1,4 +1,4 @@
-"""What neighbouring segments of a row do to LightNet's state, in one launch for any number of segments."""
+"""Fold of LightNet's state over neighbouring segments of a row, in one launch for any number of segments."""
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,7 @@ from lightscale.kernels.lightnet.triton.tiling import fold_constants
 
 @triton.jit
 def _merged(top, mass, z, passes):
-    """The weights ``mass`` e^top with those that sum to e^z, as a new top and mass; and what each part is scaled by."""
+    """The sum of the weights ``mass`` e^top and e^z, as a new top and mass; and the scale of each part."""
     top = tl.where(passes, top, EMPTY)
     highest = tl.maximum(top, z)
     kept, added = share_of(top, finite(highest)), share_of(z, finite(highest))
@@ -31,14 +31,14 @@ def _mean(mass):
 
 @triton.jit(do_not_specialize=["num_segments", "end"])
 def fold_segments(
-    z,  # (N, B, H, K) fp32, contiguous but for the first dimension, as the next
+    z,  # (N, B, H, K) fp32, contiguous except the first dimension, as the next
     S,  # (N, B, H, R, V) fp32
     through,  # (N, B) fp32: 0 where a document begins
     z_in,  # (B, H, K) fp32, or None for an empty state
     S_in,  # (B, H, R, V) fp32, or None
     z_out,  # (B, H, K) fp32: of the state behind the first ``end`` segments
     S_out,  # (B, H, R, V) fp32
-    shares,  # (N, B, H, K) fp32: what each segment leaves of the state that enters it
+    shares,  # (N, B, H, K) fp32: the share of its entering state that each segment leaves
     H,
     num_row_heads,  # B H
     num_segments,
@@ -52,9 +52,9 @@ def fold_segments(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Segment by segment; a program has a tile of one half of a head's state.
+    """Fold segment by segment; a program computes a tile of one half of a head's state.
 
-    Sums of weights and weighted sums, below the largest z so far, as ``fold_states`` has them.
+    Sums of weights and weighted sums are relative to the largest z so far, as in ``fold_states``.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -84,7 +84,7 @@ def fold_segments(
         passes = tl.load(of_row + number * stride_through) != 0.0
         before = mass
         top, mass, kept, added = _merged(top, mass, z_n, passes)
-        # Selected and not loaded where they count for nothing: such states may hold anything.
+        # Selected, and not loaded where their weight is 0: such states may hold any value.
         written = in_tile & (z_n > EMPTY)[:, None]
         own = tl.load(S + number * stride_S + of_state, mask=written, other=0.0)
         state = tl.where((kept > 0.0)[:, None], state * kept[:, None], 0.0) + own * added[:, None]
@@ -93,7 +93,7 @@ def fold_segments(
     tl.store(S_out + of_state, state * _mean(mass)[:, None], mask=in_tile)
     if is_first:
         tl.store(z_out + of_z, top + tl.log(tl.maximum(mass, 1e-30)), mask=has_k)
-        # Of the segments behind, only what they leave of the weights.
+        # Segments behind ``end``: only their shares.
         for step in range(end, num_segments):
             number = row_head * 0 + step
             z_n = tl.load(z + number * stride_z + of_z, mask=has_k, other=EMPTY)

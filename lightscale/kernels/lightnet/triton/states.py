@@ -1,4 +1,4 @@
-"""The Triton kernels of LightNet's operator that go forward: states of chunks and splits, and z of every token.
+"""The forward scans of LightNet's Triton kernels: states of chunks and splits, and z of every token.
 
 Names of shapes and arguments are those of ``kernels.py``.
 """
@@ -35,7 +35,7 @@ def scan_states(
     leave_tops,  # (B, H, S, K) fp32: of the state that leaves each split; its z where leave_logs is None
     leave_logs,  # (B, H, S, K) fp32, or None
     leave_states,  # (B, H, S, R, V) fp32, or None
-    states,  # (B, H, N, R, V): what enters each chunk, or None
+    states,  # (B, H, N, R, V): the state that enters each chunk, or None
     tops,  # (B, H, N + 1, K) fp32: the largest key before each chunk, and at the end
     logs,  # (B, H, N + 1, K) fp32: z less that
     T,
@@ -58,7 +58,7 @@ def scan_states(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a split's chunks with a tile of Σ e^(k - top) φ vᵀ, and with Σ e^(k - top) per channel."""
+    """Scan a split's chunks with a tile of Σ e^(k - top) φ vᵀ, and with Σ e^(k - top) per channel."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     R: tl.constexpr = K if turns is None else 2 * K
@@ -82,7 +82,7 @@ def scan_states(
         if enter_logs is not None:
             mass = tl.exp(tl.load(enter_logs + of_split * K + cols_k, mask=has_k, other=0.0))
         mass = tl.where(top > EMPTY, mass, 0.0)
-    # What the additions to the sum of weights have lost so far: it stays exact over any number of chunks.
+    # The rounding errors of the sum of weights so far: it stays exact over any number of chunks.
     lost = tl.zeros([BLOCK_K], dtype=tl.float32)
     first = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     second = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
@@ -110,7 +110,7 @@ def scan_states(
                 tl.store(tops + of_top, top, mask=has_k)
                 tl.store(logs + of_top, tl.log(tl.maximum(mass, 1e-30)), mask=has_k)
 
-        # The state that leaves holds the chunk's last document only. Positions are those in the chunk.
+        # The leaving state holds the chunk's last document only. Positions are positions in the chunk.
         last_start = -1
         if starts is not None:
             last_start = (tl.load(starts + row * T + begin + length - 1) - begin).to(tl.int32)
@@ -176,13 +176,13 @@ def scan_states(
 
 @triton.jit(do_not_specialize=["T", "num_splits", "split_tokens"])
 def fold_states(
-    local_tops,  # (B, H, S, K) fp32: of what leaves each split when nothing enters it
+    local_tops,  # (B, H, S, K) fp32: of the state that leaves each split when nothing enters it
     local_logs,  # (B, H, S, K) fp32
     local_states,  # (B, H, S, R, V) fp32
     z_in,  # (B, H, K) fp32, or None for an empty state
     S_in,  # (B, H, R, V) fp32, or None
     starts,
-    enter_tops,  # (B, H, S, K) fp32: of what enters each split, or None
+    enter_tops,  # (B, H, S, K) fp32: of the state that enters each split, or None
     enter_logs,  # (B, H, S, K) fp32, or None
     enter_states,  # (B, H, S, R, V) fp32, or None
     z_out,  # (B, H, K) fp32
@@ -197,7 +197,7 @@ def fold_states(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The states between splits, one after the other; a program has a tile of one half of a head's state."""
+    """The states between splits, one after the other; a program computes a tile of one half of a head's state."""
     row_head, cols_k, has_k, within, in_tile, is_first = half_program(K, R, V, BLOCK_K, BLOCK_V)
     row = row_head // H
 
@@ -261,8 +261,8 @@ def weigh(
 ):
     """z of a tile of tokens: sums of e^k by products with the matrix of pairs, then one logarithm.
 
-    Sums that lie too deep below the largest key are lost. They are taken again below the largest key that can be
-    part of them, until none is left.
+    Sums too deep below the largest key are lost. They are recomputed relative to the largest key that can be part of
+    them, until no lost sum remains.
     """
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     row, head, _, tile_k, chunk, begin, length, first = token_program(T, H, num_token_tiles, K_TILES, BLOCK_T, CHUNK)
@@ -302,7 +302,7 @@ def weigh(
     while more:
         origin = origin_of(reference)
         sums = tl.where(incoming[:, None], share_of(enter, origin)[None, :], 0.0)
-        # The largest of what is deep enough to be part of a lost sum.
+        # The largest key that is deep enough to be part of a lost sum.
         reference = tl.where(enter < origin - (RISE - 1.0), enter, EMPTY)
         for partner in range(0, first + 1, BLOCK_T):
             j = partner + tl.arange(0, BLOCK_T)

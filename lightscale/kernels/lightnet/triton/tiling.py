@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of LightNet's operator; docs/reference/operators/lightnet.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of LightNet's operator, by docs/reference/operators/lightnet.md, "Tiling"."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class LightNetTiling:
     tile_tokens: int
     """Tokens of a tile."""
     partners: int
-    """Tokens of a tile of what the program's tile is multiplied with."""
+    """Tokens of a tile of partners of the program's tile."""
     scan_tile_tokens: int
     """Tokens of a tile in scans."""
     weighed: int
@@ -40,7 +40,7 @@ class LightNetTiling:
     state_key: int
     """Most rows of a tile of the state in scans."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     product_stages: int
     """Tiles of partners in flight."""
     scan_stages: int
@@ -114,7 +114,7 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
 
 
 def product_constants(dtype: torch.dtype, K: int, V: int, *, of_keys: bool) -> dict[str, Any]:
-    """The constants of the kernels of products; ``of_keys`` when the outputs are K wide, else V."""
+    """The constants of the kernels of products; ``of_keys``: outputs of width K, else V."""
     tiling = tiling_of(dtype)
     most_k, most_v = (tiling.key_width, tiling.contracted) if of_keys else (tiling.contracted, tiling.value_width)
     return {
@@ -128,7 +128,7 @@ def product_constants(dtype: torch.dtype, K: int, V: int, *, of_keys: bool) -> d
 
 
 def fold_constants(K: int, R: int, V: int) -> dict[str, Any]:
-    """The constants of the kernels that fold splits, but for ``CHUNK``."""
+    """The constants of the kernels that fold splits, except ``CHUNK``."""
     return {
         "K": K,
         "R": R,

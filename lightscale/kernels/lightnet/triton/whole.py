@@ -2,11 +2,11 @@
 
     z = log Σ_i e^{k_i}     p_i = e^{k_i - z}     S = Σ_i φ(p_i) v_iᵀ     o_t = Sᵀ φ(q_t)
 
-Documents are cut into splits, and no split has tokens of two of them. A program goes once through the tokens of a split
-and keeps a running log-sum and the average by it (``accumulate``); another adds the splits of a document, always in
-their order (``fold_splits``). Everything else is a product of a tile of tokens with its document's state: ``read``, and
-the other way round ``read_back``. dS is what ``accumulate`` makes of φ(q) and do without weights, so that backward has
-no more kernels. Weights are at most 1 everywhere; angles are applied where tokens are read.
+Documents are cut into splits; no split has tokens of two documents. One program reads the tokens of a split once and
+keeps a running log-sum and the average by it (``accumulate``). Another adds the splits of a document, always in their
+order (``fold_splits``). The rest is products of a tile of tokens with its document's state: ``read``, and with the
+transposed state ``read_back``. ``accumulate`` without weights also computes dS from φ(q) and do: backward needs no
+further kernels. All weights are at most 1; angles are applied where tokens are read.
 """
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
@@ -39,19 +39,19 @@ from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, share_of
 from lightscale.kernels.lightnet.triton.tiling import _TYPES, tiling_of
 
 SPLIT_TOKENS = 1024
-"""Of a program that makes states: a long row keeps many of them busy, and its splits' states are small beside it."""
+"""Tokens of a program that computes states: a long row has many programs, and the splits' states stay small."""
 _TILE_TOKENS, _TILE_WIDTH = 64, 64
 _FP32_TILE = 32
 
 
 @triton.jit
 def accumulate(
-    x,  # (tokens, H, K): keys that weigh, or what is multiplied as it is
+    x,  # (tokens, H, K): keys as weights, or factors
     y,  # (tokens, H, V)
     turns,  # (H, K) int64, or None
     positions,  # (tokens,) int64, or None
     splits,  # (P, 3) int64: first token, number, document
-    logs,  # (P, H, K) fp32, or None: nothing weighs
+    logs,  # (P, H, K) fp32, or None: no weights
     sums,  # (P, H, R, V) fp32
     H,
     stride_xt,
@@ -130,7 +130,7 @@ def accumulate(
 
 @triton.jit
 def fold_splits(
-    logs,  # (P, H, K) fp32, or None: sums are added as they are
+    logs,  # (P, H, K) fp32, or None: unweighted sums
     sums,  # (P, H, R, V) fp32
     firsts,  # (N + 1,) int64: the first split of each document
     z,  # (N, H, K) fp32, or None
@@ -142,7 +142,7 @@ def fold_splits(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The state of a document of those of its splits, a tile of it."""
+    """A tile of the state of a document, from the states of its splits."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0).to(tl.int64)
@@ -180,11 +180,11 @@ def fold_splits(
 
 @triton.jit
 def read(
-    x,  # (tokens, H, K): queries, or keys that weigh
+    x,  # (tokens, H, K): queries, or keys as weights
     turns,
     positions,
     tiles,  # (tiles, 3) int64: first token, number, document
-    z,  # (N, H, K) fp32, or None: nothing weighs
+    z,  # (N, H, K) fp32, or None: no weights
     S,  # (N, H, R, V) fp32
     out,  # (tokens, H, V), contiguous
     H,
@@ -241,12 +241,12 @@ def read(
 @triton.jit
 def read_back(
     y,  # (tokens, H, V)
-    k,  # (tokens, H, K), or None: nothing weighs
+    k,  # (tokens, H, K), or None: no weights
     turns,
     positions,
     tiles,
     z,  # (N, H, K) fp32, or None
-    shared,  # (N, H, K) fp32, or None: what all of a document's weights lose when one of them rises
+    shared,  # (N, H, K) fp32, or None: the loss of all weights of a document when one key rises
     S,  # (N, H, R, V) fp32
     out,  # (tokens, H, K), contiguous
     H,
@@ -301,7 +301,7 @@ def read_back(
         log = finite(tl.load(z + state * K + rows, mask=has_k, other=EMPTY))
         lost = tl.load(shared + state * K + rows, mask=has_k, other=0.0)
         weights = share_of(keys, log[None, :])
-        # Where nothing is written nothing has a gradient, whatever stands beside it.
+        # A key of -inf has no gradient, for any other values.
         acc = tl.where(weights > 0.0, weights * (acc - lost[None, :]), 0.0)
     to = out + (token * H + head)[:, None] * K + rows[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=in_rows)
@@ -337,7 +337,7 @@ def _table(bounds: tuple[int, ...], size: int, device: torch.device) -> tuple[Te
 
 
 def _edges(bounds: Bounds, x: Tensor) -> tuple[int, ...]:
-    """Of documents in the flattened tokens of x (B, T, …)."""
+    """Bounds of the documents in the flattened tokens of x (B, T, …)."""
     return tuple(row * x.size(1) for row in range(x.size(0) + 1)) if bounds is None else bounds
 
 
@@ -351,7 +351,7 @@ def _turns(angles: Angles | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _state_of(x: Tensor, y: Tensor, angles: Angles | None, bounds: Bounds, *, weighed: bool) -> LightNetState:
-    """z (N, H, K), empty where nothing weighs, and S (N, H, R, V), fp32."""
+    """z (N, H, K), an empty tensor without weights, and S (N, H, R, V), fp32."""
     K, V, H = x.size(3), y.size(3), x.size(2)
     halves, edges = 1 if angles is None else 2, _edges(bounds, x)
     splits, firsts = _table(edges, SPLIT_TOKENS, x.device)
@@ -408,7 +408,7 @@ def _read_back(
     y: Tensor, k: Tensor | None, z: Tensor | None, shared: Tensor | None, S: Tensor, angles: Angles | None,
     bounds: Bounds, dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """φᵀ(S y), (B, T, H, K) in ``dtype`` or y's; weighed where k is given."""
+    """φᵀ(S y), (B, T, H, K) in ``dtype`` or y's; weighted if k is given."""
     K = S.size(2) // (1 if angles is None else 2)
     constants = _constants(y.dtype, K, S.size(3))
     tiles, _ = _table(_edges(bounds, y), constants["BLOCK_T"], y.device)
@@ -425,7 +425,7 @@ def _read_back(
 
 
 def out_fwd(q: Tensor, v: Tensor, angles: Angles | None, states: LightNetState, bounds: Bounds = None) -> Tensor:
-    """See ``noncausal_chunked.out_fwd``; v is taken for its shape alone."""
+    """See ``noncausal_chunked.out_fwd``; only the shape of v is read."""
     return _read(q, None, states.S, angles, bounds).view(v.shape)
 
 
@@ -441,7 +441,7 @@ def token_gradients(
 
 
 def _cases() -> Iterator[KernelCase]:
-    """At the widths of the shipped models, in bf16 with and without angles, then in the other dtypes."""
+    """The kernels at the widths of the shipped models, in bf16 with and without angles, then in the other dtypes."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     for dtype, width, angles in (
         (torch.bfloat16, 128, True),

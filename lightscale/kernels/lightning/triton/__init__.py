@@ -120,14 +120,14 @@ def _row_gradients(
     with_decay: bool,
     with_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of q, k, v, do: dq, dk, dv, dlog_decay, fp32, and dtheta (H, K), fp64 (empty unless asked for), dS_in."""
+    """dq, dk, dv, dlog_decay in fp32 and dtheta (H, K) in fp64 (both empty unless requested), and dS_in."""
     q, k, v, do = inputs
     learned = {"with_decay": with_decay, "with_theta": with_theta}
     states = scan(rows, k, v, S_in, reverse=False).chunks
     dq = products(rows, do, v, k, states, reverse=False, transposed=True, own=q, **learned)
     if not with_decay:
-        states = None  # as large as an input: gone before its cotangents are made
-    # The queries' gradients do not need it: they are computed while it travels.
+        states = None  # as large as an input: freed before its cotangents are allocated
+    # The queries' gradients do not need the cotangent: their computation overlaps its exchange.
     dstates, dS_in, of_states = scan(rows, q, do, arrived(dS_end), reverse=True, other=states)
     dk = products(rows, v, do, q, dstates, reverse=True, transposed=True, own=k, **learned)
     dv = products(rows, k, q, do, dstates, reverse=True, transposed=False).out
@@ -235,6 +235,6 @@ def grad_bwd(
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token, see ``chunked.recurrent_step``, in one launch; it has no gradient."""
-    # A decay per head is one per channel that does not change with it.
+    # A decay per head is a decay per channel, constant over the channels.
     by_channel = None if log_decay is None else log_decay[..., None].expand(k.shape)
     return one_token(q, k, v, by_channel, S)

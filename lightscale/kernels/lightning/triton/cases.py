@@ -36,8 +36,7 @@ def _scan(
     tokens: bool = False,
     **options: Any,
 ) -> KernelCase:
-    """``plain``: without decay and documents; ``learned``: with the gradients of decay and angles; ``tokens``: with a
-    decay per head and token."""
+    """``plain``: no decay, no documents; ``learned``: gradients of decay and angles; ``tokens``: a decay per token."""
     stored = NAMES[tiling_of(dtype).stored]
     arguments, absent = pointers(
         {
@@ -126,7 +125,7 @@ def _fold() -> KernelCase:
 
 
 def _decays() -> Iterator[KernelCase]:
-    """The sums of log decays of tokens, and the gather of their gradient."""
+    """The kernels for sums of log decays per token, and for the gather of their gradient."""
     tiling = tiling_of(torch.bfloat16)
     options: dict[str, Any] = {"num_warps": NUM_WARPS, "tensor_cores": False, "usual": False}
     yield KernelCase(
@@ -202,7 +201,7 @@ def _cases() -> Iterator[KernelCase]:
         yield _scan(dtype, 128, 128, reverse=True, tokens=True, learned=True, **allowed)
         for role in ("o", "dq", "dk"):
             yield _attend(dtype, 128, 128, role, tokens=True, learned=role != "o", **allowed)
-    # With angles and decays that are learned, as in no large model yet; some spill.
+    # With learned angles and decays, as in no large model yet; some cases spill.
     for reverse in (False, True):
         yield _scan(bf16, 128, 128, reverse=reverse, tokens=True, learned=reverse, angles=True, usual=False)
     for role in ROLES:

@@ -1,9 +1,8 @@
-"""Decays in the Triton kernels of lightning attention: powers of a head's, and those per head and token.
+"""Decays in the Triton kernels of lightning attention: powers of a head's decay, and decays per head and token.
 
-From one token to a later one the decay is the exponential of a sum of log decays: a difference of sums from the
-chunk's start. Strong decays make these large, and a difference of large fp32 numbers is off by more than 1e-5 where it
-is small itself. So each sum has two fp32 parts, ``sums`` (B, H, 2, T), made once per call. Names of shapes are those of
-``kernels.py``.
+From one token to a later one the decay is the exponential of a sum of log decays: a difference of sums from the chunk's
+start. Strong decays make these sums large, and a small difference of large fp32 numbers is off by more than 1e-5. So
+each sum has two fp32 parts, ``sums`` (B, H, 2, T), computed once per call. Names of shapes are those of ``kernels.py``.
 """
 
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def power(log_decay, steps):
-    """λ^steps; 1 for no steps also when log λ is -inf."""
+    """λ^steps; 1 for 0 steps, even if log λ is -inf."""
     return tl.exp(tl.where(steps > 0, steps.to(tl.float32) * log_decay, 0.0))
 
 
@@ -29,7 +28,7 @@ def sum_decays(
     HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The sums of some heads' log decays from the chunk's start, in fp64; -1000 stands for -inf, whose exp is 0 too."""
+    """The sums of some heads' log decays from the chunk's start, in fp64; -1000 replaces -inf, whose exp is 0 too."""
     head_tiles = tl.cdiv(H, HEADS)
     program = tl.program_id(0).to(tl.int64)
     heads = program % head_tiles * HEADS + tl.arange(0, HEADS)[None, :]
@@ -47,28 +46,28 @@ def sum_decays(
 
 @triton.jit
 def load_sums(of_head, T, t, mask):
-    """Both parts of the sums upto tokens t; 0 outside."""
+    """Both parts of the sums through tokens t; 0 outside."""
     return tl.load(of_head + t, mask=mask, other=0.0), tl.load(of_head + T + t, mask=mask, other=0.0)
 
 
 @triton.jit
 def load_sum(of_head, T, t):
-    """Both parts of the sum upto one token that exists."""
+    """Both parts of the sum through one existing token."""
     return tl.load(of_head + t), tl.load(of_head + T + t)
 
 
 @triton.jit
 def decay_between(high, low, from_high, from_low):
-    """The decay from some sums to later ones. Earlier ones, which would overflow, give 1: they are not used."""
+    """The decay from some sums to later ones. Earlier sums would overflow and give 1 instead, which is unused."""
     return tl.exp(tl.minimum((high - from_high) + (low - from_low), 0.0))
 
 
 @triton.jit
 def crossing(pairs, before, i, j, own_start, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ of what queries i have read across each token j: from all ``before`` their partners j, and by ``pairs``.
+    """Σ of the reads of queries i across each token j: all reads ``before`` their partners j, and ``pairs``.
 
-    A pair (i, s) crosses j when s < j <= i. Each is added once, so that nothing cancels; what overflowed in another
-    document is dropped by the selection.
+    A pair (i, s) crosses j when s < j <= i. Each pair is added once: no terms cancel. The selection drops overflows of
+    other documents.
     """
     earlier = (j[:, None] < j[None, :]).to(dtype)
     found = tl.zeros([i.shape[0], j.shape[0]], dtype=tl.float32) + before[:, None]
@@ -79,7 +78,7 @@ def crossing(pairs, before, i, j, own_start, dtype: tl.constexpr, PRECISION: tl.
 
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def gather_decays(
-    by_queries,  # (B, token tiles, H, Q tiles, C) fp32: parts of the chunk's tokens upto the tile's last one
+    by_queries,  # (B, token tiles, H, Q tiles, C) fp32: parts of the chunk's tokens through the tile's last one
     by_keys,  # (B, token tiles, H, K tiles, C) fp32: parts of the chunk's tokens from the tile's first one on
     by_states,  # (B, H, N, S tiles) fp32: parts of all tokens of a chunk
     dlog_decay,  # (B, T, H) fp32, contiguous

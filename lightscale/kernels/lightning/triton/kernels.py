@@ -1,23 +1,22 @@
-"""The Triton kernel of lightning attention's outputs and gradients, which computes every tile of tokens by itself.
+"""The Triton kernel of lightning attention's outputs and gradients, with independent programs for the tiles of tokens.
 
-A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens; a split is some whole chunks that one
-program of ``states.py`` goes through in turn. Names of shapes: B rows, T tokens, H heads, N chunks, S splits. x and y
-are what is multiplied per pair of tokens, y and z what a state is made of. All arithmetic is fp32; half-precision
-operands go to the tensor cores as they are. docs/reference/operators/lightning.md has the mathematics, the tiling and
-the counts.
+A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens. A split is some whole chunks that one
+program of ``states.py`` scans in order. Names of shapes: B rows, T tokens, H heads, N chunks, S splits. x and y are the
+factors of a pair's score, y and z the factors of a state. All arithmetic is fp32; tensor cores take half-precision
+operands unconverted. docs/reference/operators/lightning.md has the mathematics, the tiling and the counts.
 
-``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one, so
-that a key j is of query i's document when j >= starts[i], and a query reads the state that enters a chunk when its
-document starts before the chunk.
+``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one. A
+key j is in query i's document when j >= starts[i]. A query reads the state that enters a chunk when its document starts
+before the chunk.
 
-``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE: queries and keys are
-then spread where they are loaded, [x cos, x sin], and states have two halves of K rows. F is 2K then, else K.
+``turns`` (H, K) int64 and ``positions`` (B, T) int64, both or neither, are the angles of LRPE. With them, queries and
+keys are spread where they are loaded, [x cos, x sin], and states have two halves of K rows: F is 2K, else K.
 
-A width of a power of two and one more has an EDGE, its last column: a normaliser's, for which a tile of its own would
-be nearly empty. It is computed beside the tiles as a vector, in fp32, without dots.
+A width of a power of two plus one has an EDGE, its last column: a normaliser's, for which a tile of its own would be
+nearly empty. It is computed beside the tiles as a vector, in fp32, without dots.
 
-Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``decays.py``; or there
-are none.
+Decays are one per head, ``log_decay`` (H,), or one per head and token, ``sums`` (B, H, 2, T) of ``decays.py``; or both
+are None.
 """
 
 import triton
@@ -45,7 +44,7 @@ def read_state(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x S of some rows, whose first tile of columns is ``x_first``, and some columns of a chunk's state."""
+    """x S for some rows of x, whose first tile of columns is ``x_first``, and some columns of a chunk's state."""
     acc = tl.zeros([x_first.shape[0], has_z.shape[0]], dtype=tl.float32)
     x_tile = x_first
     for tile in tl.static_range((X + BLOCK_X - 1) // BLOCK_X):
@@ -72,7 +71,7 @@ def _read_spread(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``read_state`` of both halves of x; not unrolled, or phases of all tiles would be kept in registers."""
+    """``read_state`` of both halves of x; not unrolled, because the phases of all tiles would fill registers."""
     X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
     acc = tl.zeros([token_positions.shape[0], has_z.shape[0]], dtype=tl.float32)
     for tile in range(2 * X_TILES):
@@ -106,7 +105,7 @@ def pair_scores(
     for tile in tl.static_range(X_TILES):
         cols = tile * BLOCK_X + tl.arange(0, BLOCK_X)
         has_x = exists(cols, X, BLOCK_X)
-        # Several tiles are not kept in registers from one tile of partners to the next.
+        # With several tiles, x is loaded again for each tile of partners, to save registers.
         if X_TILES > 1:
             x_tile = tl.load(x_rows + cols[None, :], mask=inside & has_x[None, :], other=0.0)
         y_tile = tl.load(y_columns + cols[:, None], mask=has_partner[None, :] & has_x[:, None], other=0.0)
@@ -127,7 +126,7 @@ def _scores_spread(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``pair_scores`` of both halves of x and y; not unrolled either."""
+    """``pair_scores`` of both halves of x and y; not unrolled, as in ``_read_spread``."""
     X_TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X
     scores = tl.zeros([x_positions.shape[0], y_positions.shape[0]], dtype=tl.float32)
     for tile in range(2 * X_TILES):
@@ -171,20 +170,20 @@ def read_edge(
     return found
 
 
-# Not specialised on lengths: a batch of another length must not wait for the compiler.
+# Not specialised on lengths: a batch of another length must not compile the kernel again.
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def attend(
-    x,  # (B, T, H, X): of the tokens that the program computes; spread unless TRANSPOSED
-    y,  # (B, T, H, X): of their partners; spread unless TRANSPOSED
-    z,  # (B, T, H, Z): of their partners; spread when TRANSPOSED
+    x,  # (B, T, H, X): the tokens that the program computes; spread unless TRANSPOSED
+    y,  # (B, T, H, X): their partners; spread unless TRANSPOSED
+    z,  # (B, T, H, Z): their partners; spread when TRANSPOSED
     turns,
     positions,
-    states,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED; what is spread has two halves here
+    states,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED; the spread width has two halves
     log_decay,  # (H,) fp32, or None
     sums,  # (B, H, 2, T) fp32, or None
     starts,  # (B, T), or None
     out,  # (B, T, H, Z), contiguous
-    own,  # (B, T, H, Z): what `out` is the gradient of, or None
+    own,  # (B, T, H, Z): the tensor whose gradient `out` is, or None
     decay_parts,  # (B, token tiles, H, Z tiles) fp32: part of dlog_decay by these tokens, or None; with ``sums`` (…, C)
     angle_parts,  # (B, token tiles, H, F) fp32: these tokens' part of dtheta, or None
     T,
@@ -216,11 +215,11 @@ def attend(
 ):
     """out = (x yᵀ ⊙ M) z + weight x S for a tile of tokens.
 
-    Forward, tokens are queries and M_ij = λ^(i-j) for i >= j; in reverse they are keys and M is transposed. With
-    x, y, z = q, k, v this gives o; do, v, k: dq; in reverse v, do, q: dk; k, q, do: dv.
+    Forward, tokens are queries and M_ij = λ^(i-j) for i >= j; in reverse they are keys and M is transposed. Forward, x,
+    y, z = q, k, v give o, and do, v, k give dq. In reverse, v, do, q give dk, and k, q, do give dv.
 
-    Where z is spread, a tile of its columns has two halves of the same CHANNELS, whose gradients come together at the
-    end. With EDGE the values have one column more than their tiles: of z, or of x and y when TRANSPOSED.
+    If z is spread, a tile of its columns has two halves of the same CHANNELS, whose gradients are combined at the end.
+    With EDGE the values have one column more than their tiles: in z, or in x and y when TRANSPOSED.
     """
     X_EDGE: tl.constexpr = EDGE and TRANSPOSED
     Z_EDGE: tl.constexpr = EDGE and not TRANSPOSED
@@ -260,8 +259,8 @@ def attend(
         chunk_sums = sums + (row * H + head) * 2 * T + begin
         own_high, own_low = load_sums(chunk_sums, T, i, i < length)
 
-    # The state's part comes first: it is weighted by rows, which the pairs, added to it afterwards, must not be.
-    # The state that enters the chunk; in reverse, the cotangent of the one that leaves it.
+    # The state's part comes first: its rows are weighted, and the pairs, added afterwards, are not.
+    # In reverse the state is the cotangent of the state that leaves the chunk.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X_TILED, BLOCK_X)[None, :], other=0.0)
     state = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z_HALVES * Z
     state_columns = state + (half_z * Z + cols_z)[None, :] * (X if TRANSPOSED else 1)
@@ -277,7 +276,7 @@ def attend(
             x_rows, token_positions, head_turns, state_columns, inside, has_z, stride_row, X, BLOCK_X, PRECISION
         )
     if Z_EDGE:
-        # By the program of the last tile, as the column beside it.
+        # The program of the last tile computes the column beside it.
         state_edge = states + ((row * H + head) * num_chunks + chunk) * X_HALVES * X * Z + Z_TILED
         if turns is None:
             edge = read_edge(x_rows, None, None, state_edge, inside, X, Z, BLOCK_X)
@@ -319,7 +318,7 @@ def attend(
             decay_part *= steps.to(tl.float32)
 
     # The tokens of the chunk.
-    # Tiles of partners that are all later (in reverse: earlier) are not visited; the one on the diagonal is masked.
+    # Tiles whose partners are all later (in reverse: earlier) are skipped; the tile on the diagonal is masked.
     lowest, highest = 0, first + 1
     if REVERSE:
         lowest, highest = first, length
@@ -374,7 +373,7 @@ def attend(
             z_edge = tl.load(z_chunk + j.to(tl.int64) * stride_zt + Z_TILED, mask=has_partner, other=0.0)
             edge += tl.sum(scores * z_edge.to(tl.float32)[None, :], 1)
         if decay_parts is not None and not REVERSE:
-            # Each pair once, by its distance: not as a difference of sums over tokens, which would nearly cancel.
+            # Each pair once, times its distance: a difference of sums over tokens would nearly cancel.
             z_columns = z_chunk + j.to(tl.int64)[None, :] * stride_zt + cols_z[:, None]
             z_tile = tl.load(z_columns, mask=has_partner[None, :] & has_z[:, None], other=0.0)
             if Z_HALVES == 2:
@@ -389,7 +388,7 @@ def attend(
                 tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
                 decay_part += tl.sum(products, 1)
         if decay_parts is not None and REVERSE and sums is not None:
-            # What these keys wrote to the state that leaves has gone across the tokens behind them.
+            # The writes of these keys to the leaving state cross the tokens behind them.
             part = tl.sum(tl.where(i[:, None] < j[None, :], decay_part[:, None], 0.0), 0)
             tl.store(decay_parts + program * CHUNK + j, part, mask=has_partner)
 

@@ -1,6 +1,6 @@
 """The passes of lightning attention on GPUs: the scan over the states of chunks, and the products of a chunk's tokens.
 
-Each is forward for outputs and in reverse for gradients; ``__init__.py`` puts them together.
+Each runs forward for outputs and in reverse for gradients; ``__init__.py`` composes them.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from lightscale.kernels.lightning.triton.tiling import (
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedRows:
-    """What all launches of one call share, here and in ``../../lion``."""
+    """Data that all launches of one call share, here and in ``../../lion``."""
 
     num_rows: int
     num_tokens: int
@@ -51,7 +51,7 @@ class ChunkedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class LightningRows(ChunkedRows):
-    """Those of lightning attention."""
+    """Rows of lightning attention."""
 
     rate: Tensor | None
     """(H,) fp32: log decays of heads, which are not in ``sums``."""
@@ -62,7 +62,7 @@ class LightningRows(ChunkedRows):
     def of(
         cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, angles: Angles | None
     ) -> "LightningRows":
-        """Those of x (B, T, H, width)."""
+        """The rows of x (B, T, H, width)."""
         num_rows, num_tokens, num_heads = x.shape[:3]
         rate = sums = None
         if log_decay is not None and log_decay.dim() == 1:
@@ -84,12 +84,12 @@ class LightningRows(ChunkedRows):
 
     @property
     def halves(self) -> int:
-        """Of the features of queries and keys: 2 with angles."""
+        """Halves of the features of queries and keys: 2 with angles, else 1."""
         return 1 if self.turns is None else 2
 
     @property
     def num_token_tiles(self) -> int:
-        """Tiles of tokens of a row, as ``attend`` computes them."""
+        """Number of ``attend``'s tiles of tokens in a row."""
         return -(-self.num_tokens // self.tiling.tile_tokens)
 
 
@@ -115,14 +115,14 @@ def summed(log_decay: Tensor, chunk: int) -> Tensor:
 
 
 class LightningScanned(NamedTuple):
-    """What a scan of the states gives."""
+    """Results of a scan of the states."""
 
     chunks: Tensor | None
-    """(B, H, N, F, V): what enters each chunk; in reverse, the cotangent of what leaves it."""
+    """(B, H, N, F, V): the state that enters each chunk; in reverse, the cotangent of the leaving state."""
     final: Tensor
-    """(B, H, F, V) fp32: what leaves the rows; in reverse, the cotangent of what enters them."""
+    """(B, H, F, V) fp32: the state that leaves the rows; in reverse, the cotangent of the entering state."""
     decay_parts: Tensor | None
-    """(B, H, S, F tiles, V tiles) fp32, N instead of S for decays of tokens: their gradient by what goes through."""
+    """(B, H, S, F tiles, V tiles) fp32, N instead of S for decays per token: the decays' gradient through splits."""
 
 
 def scan(
@@ -135,9 +135,9 @@ def scan(
     with_chunks: bool = True,
     other: Tensor | None = None,
 ) -> LightningScanned:
-    """The states of k and v from the one that enters the rows, or in reverse the cotangents by q and do.
+    """The states of k (B, T, H, K) and v (B, T, H, V), from the entering state; in reverse the cotangents, from q, do.
 
-    ``other`` are the chunk states of the forward scan, where a reverse one is to give dlog_decay.
+    ``other`` holds the chunk states of the forward scan, if a reverse scan computes dlog_decay.
     """
     x, y = dense_last(x), dense_last(y)
     constants = scan_constants(x.dtype, x.size(3), y.size(3))
@@ -151,7 +151,7 @@ def scan(
     of_tokens = rows.sums is not None
     parts = None if other is None else rows.empty(rows.num_chunks if of_tokens else splits.num_splits, *tiles)
 
-    # In the dtype in which dots read them: fp32 would cost twice the bytes and be rounded there all the same.
+    # In the dtype that dots read: fp32 would cost twice the bytes, and dots would round it.
     chunks = rows.empty(rows.num_chunks, *widths, dtype=rows.tiling.stored) if with_chunks else None
     kept = (chunks, other, parts)
 
@@ -200,9 +200,9 @@ def fold_between(
     split_chunks: int,
     reverse: bool,
 ) -> None:
-    """Fill ``between`` with what enters each split and ``final`` with what leaves the last one; see ``Splits.scan``.
+    """The fold of ``Splits.scan``: the states that enter the splits to ``between``, the one that leaves to ``final``.
 
-    rate: log decays of heads (H,), where these are not in the decay through each split.
+    rate: log decays of heads (H,), where ``through`` does not hold them.
     """
     num_elements = final.size(2) * final.size(3)
     fold_splits[(rows.num_rows * rows.num_heads * triton.cdiv(num_elements, FOLD_ELEMENTS),)](
@@ -225,10 +225,10 @@ def fold_between(
 
 
 class Products(NamedTuple):
-    """What the products of the tokens give."""
+    """Results of the products of the tokens."""
 
     out: Tensor
-    """Like z."""
+    """The shape and dtype of z."""
     decay_parts: Tensor | None
     """(B, token tiles, H, tiles) fp32, with (…, C) for decays of tokens: their gradient by each tile."""
     dtheta: Tensor | None
@@ -248,7 +248,7 @@ def products(
     with_decay: bool = False,
     with_theta: bool = False,
 ) -> Products:
-    """(x yᵀ ⊙ M) z + weight x S; with its parts of dlog_decay and dtheta when it is the gradient of ``own``."""
+    """(x yᵀ ⊙ M) z + weight x S, (B, T, H, Z); as the gradient of ``own`` also its parts of dlog_decay and dtheta."""
     assert states is not None
     x, y, z = dense_last(x), dense_last(y), dense_last(z)
     own = dense_last(own) if own is not None and (with_decay or with_theta) else None
@@ -259,7 +259,7 @@ def products(
     tiles = triton.cdiv(tiled, constants["BLOCK_Z"])
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     shape = (rows.num_rows, rows.num_token_tiles, rows.num_heads, tiles)
-    # Parts of each program, summed afterwards in a fixed order: atomic additions would not repeat from run to run.
+    # One part per program, summed afterwards in a fixed order: atomic additions would not be reproducible.
     decay_parts = None
     if with_decay:
         of_each = () if rows.sums is None else (rows.tiling.chunk,)
@@ -300,7 +300,7 @@ def products(
 
 
 def decay_gradient(rows: LightningRows, by_queries: Tensor, by_keys: Tensor, by_states: Tensor) -> Tensor:
-    """dlog_decay (H,) or (B, T, H), fp32, from the parts that ``products`` of dq and of dk, and ``scan`` left."""
+    """dlog_decay (H,) or (B, T, H), fp32, from the parts of ``products`` for dq and dk, and of ``scan``."""
     if rows.sums is None:
         return by_queries.sum((0, 1, 3)) + by_keys.sum((0, 1, 3)) + by_states.sum((0, 2, 3, 4))
     shape = (rows.num_rows, rows.num_tokens, rows.num_heads)

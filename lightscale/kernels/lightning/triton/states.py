@@ -1,4 +1,4 @@
-"""The Triton kernels of lightning attention that go along a row: states at chunk starts, and their prefix over splits.
+"""The Triton kernels of lightning attention that scan a row: states at chunk starts, and their fold over splits.
 
 Names of shapes and arguments are those of ``kernels.py``.
 """
@@ -20,12 +20,12 @@ def scan_states(
     log_decay,  # (H,) fp32, or None
     sums,  # (B, H, 2, T) fp32, or None
     starts,  # (B, T), or None
-    entering,  # (B, H, S, F, V) fp32: what enters each split, or None for zero
-    leaving,  # (B, H, S, F, V) fp32: what leaves each split, or None
+    entering,  # (B, H, S, F, V) fp32: the state that enters each split, or None for zero
+    leaving,  # (B, H, S, F, V) fp32: the state that leaves each split, or None
     split_through,  # (B, H, S) fp32: the decay through each split by ``sums``, or None
-    chunk_states,  # (B, H, N, F, V): what enters each chunk, or None
+    chunk_states,  # (B, H, N, F, V): the state that enters each chunk, or None
     other_states,  # (B, H, N, F, V): the states of the forward scan, or None
-    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: part of dlog_decay by what goes through; with ``sums`` N, not S
+    decay_parts,  # (B, H, S, F tiles, V tiles) fp32: part of dlog_decay through the splits; with ``sums`` N, not S
     T,
     H,
     num_chunks,
@@ -47,10 +47,10 @@ def scan_states(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a split's chunks with a tile of the state: S <- λ^L S + Σ weight x yᵀ.
+    """Scan a split's chunks with a tile of the state: S <- λ^L S + Σ weight x yᵀ.
 
     In reverse the state is the cotangent of the state that leaves a chunk, and "enters" means from behind. With EDGE y
-    has one column more than its tiles, which the program of the last tile has beside it.
+    has one column more than its tiles; the program of the last tile computes it.
     """
     TILED: tl.constexpr = V - 1 if EDGE else V
     V_TILES: tl.constexpr = (TILED + BLOCK_V - 1) // BLOCK_V
@@ -81,7 +81,7 @@ def scan_states(
     if entering is not None:
         state = tl.load(entering + of_split + within, mask=in_tile, other=0.0)
     if EDGE:
-        # Of the last tile's program, as vectors: masks are.
+        # A vector, because masks are vectors; true in the last tile's program.
         is_last = tile_v + tl.zeros([BLOCK_K], dtype=tl.int64) == V_TILES - 1
         has_edge = has_k & is_last
         at_edge = (half * K + cols_k) * V + TILED
@@ -99,14 +99,14 @@ def scan_states(
         length = tl.minimum(CHUNK, T - begin).to(tl.int32)
         of_chunk = ((row * H + head) * num_chunks + chunk) * F * V
         if chunk_states is not None:
-            # Only what is stored is rounded; the state itself stays in fp32.
+            # Only the stored copy is rounded; the state stays in fp32.
             rounded = state.to(chunk_states.dtype.element_ty)
             tl.store(chunk_states + of_chunk + within, rounded, mask=in_tile)
             if EDGE:
                 rounded = edge.to(chunk_states.dtype.element_ty)
                 tl.store(chunk_states + of_chunk + at_edge, rounded, mask=has_edge)
 
-        # What goes through the whole chunk. Positions in the chunk are counted from its first token.
+        # The part through the whole chunk. Positions in the chunk are counted from its first token.
         last = last_start(starts, row * T, begin, length)
         if log_decay is not None:
             through = power(rate, length)
@@ -121,7 +121,7 @@ def scan_states(
                 edge *= share
             passed *= share
         if starts is not None:
-            # Selected, not multiplied by 0: a state that overflowed in another document must not give NaN.
+            # Selected, not multiplied by 0: an overflow in another document must give no NaN.
             state = tl.where(last < 0, state, 0.0)
             if EDGE:
                 edge = tl.where(last < 0, edge, 0.0)
@@ -191,13 +191,13 @@ def scan_states(
 
 @triton.jit(do_not_specialize=["T", "num_splits", "split_tokens"])
 def fold_splits(
-    local,  # (B, H, S, F V) fp32: what leaves each split when nothing enters it
+    local,  # (B, H, S, F V) fp32: the state that leaves each split when nothing enters it
     initial,  # (B, H, F V) fp32, or None for zero
     log_decay,  # (H,) fp32, or None
     split_through,  # (B, H, S) fp32: the decay through each split by decays of tokens, or None
     starts,  # (B, T), or None
-    entering,  # (B, H, S, F V) fp32: what enters each split, or None
-    final,  # (B, H, F V) fp32: what leaves the last
+    entering,  # (B, H, S, F V) fp32: the state that enters each split, or None
+    final,  # (B, H, F V) fp32: the state that leaves the last split
     T,
     H,
     num_splits,
@@ -206,7 +206,7 @@ def fold_splits(
     ELEMENTS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """The states between splits, one after the other; a program has some elements of a head's state."""
+    """The states between splits, one after the other; a program computes some elements of a head's state."""
     num_tiles = tl.cdiv(num_elements, ELEMENTS)
     program = tl.program_id(0).to(tl.int64)
     row_head = program // num_tiles

@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels of lightning attention; docs/reference/operators/lightning.md, "Tiling", says why."""
+"""Tiles of the Triton kernels of lightning attention, by docs/reference/operators/lightning.md, "Tiling"."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class LightningTiling:
     contracted: int
     """Most columns that ``attend`` multiplies at once in x yᵀ and x S."""
     width: int
-    """Most columns of its outputs."""
+    """Most columns of the outputs of ``attend``."""
     angle_contracted: int
     """``contracted`` where angles spread x and y."""
     angle_width: int
@@ -33,7 +33,7 @@ class LightningTiling:
     state_key: int
     """Most rows of a tile of the state in ``scan_states``."""
     state_value: int
-    """Most columns of it."""
+    """Most columns of this tile."""
     attend_stages: int
     """Tiles of partners in flight."""
     scan_stages: int
@@ -76,12 +76,12 @@ def tiling_of(dtype: torch.dtype) -> LightningTiling:
 
 
 def has_edge(width: int) -> bool:
-    """Whether values of ``width`` columns are tiles and one column more, which is computed beside them."""
+    """Whether values of ``width`` columns fill tiles and leave one more column, which is computed beside them."""
     return width > 16 and (width - 1) & (width - 2) == 0
 
 
 def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
-    """The constants of ``scan_states`` but its direction."""
+    """The constants of ``scan_states`` except its direction."""
     tiling = tiling_of(dtype)
     return {
         "K": K,
@@ -108,7 +108,7 @@ def attend_constants(
         z_halves = 2
     elif angles:
         contracted, width = tiling.angle_contracted, tiling.angle_width
-    # Of the values, which are contracted in the gradients of queries and keys.
+    # The edge of the values, which are contracted in the gradients of queries and keys.
     edge = has_edge(X if transposed else Z)
     return {
         "X": X,

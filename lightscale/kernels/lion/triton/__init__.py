@@ -79,7 +79,7 @@ def _gradients(
     gate: str,
     with_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``grad_bwd``, registered; dlog_decay is empty unless asked for."""
+    """``grad_bwd``, registered; dlog_decay is empty unless requested."""
     entered = None if prefix is None or suffix is None else LionState(prefix, suffix)
     leaving = None if dprefix is None or dsuffix is None else LionState(dprefix, dsuffix)
     outputs = LionOutputs(o, normalizer)
@@ -139,7 +139,7 @@ def triton_lion(
     normalize: bool,
     eps: float,
 ) -> tuple[Tensor, LionState]:
-    """The operator: (o, final state), differentiable; inputs, outputs and normalisers are saved."""
+    """The operator (o, final state) of ``lion``, differentiable; saves inputs, outputs and normalisers."""
     sides = (None, None) if state is None else state
     o, _, prefix, suffix = _out_fwd(q, k, v, log_decay, *sides, cu_seqlens, gate, normalize, eps)
     return o, LionState(prefix, suffix)
@@ -224,10 +224,10 @@ def grad_bwd(
         scan(rows, k, v, None, None if state is None else state[side], reverse=bool(side)).chunks for side in range(2)
     )
     dq = products(rows, dY, v, k, left, right, transposed=True, x_last=last, own=q if with_decay else None)
-    # The queries' gradients do not need it: they are computed while it travels.
+    # The queries' gradients do not need the cotangent: their computation overlaps its exchange.
     of_leaving = arrived(dstate)
     dprefix, dsuffix = of_leaving if of_leaving is not None else (None, None)
-    # The cotangent of the prefix comes from the right, and that of the suffix from the left.
+    # The cotangent of the prefix comes from the right, the cotangent of the suffix from the left.
     dright = scan(back, q, dY, last, dprefix, reverse=True, other=left if with_decay else None)
     dleft = scan(back, q, dY, last, dsuffix, reverse=False, other=right if with_decay else None)
     dk = products(
@@ -245,11 +245,11 @@ def grad_bwd(
 
 
 def _cotangents(q: Tensor, do: Tensor, outputs: LionOutputs) -> tuple[Tensor, Tensor | None]:
-    """dY's first V columns, in the dtype that gradients are computed in, and its last one; see ``cotangents_of``."""
+    """The first V columns of dY, in the dtype of the gradients' arithmetic, and its last one; see ``cotangents_of``."""
     scale, last = cotangents_of(do, outputs)
     if scale is None:
         return do.to(q.dtype), None
-    # Divided by sums over many tokens, cotangents leave fp16's range: they are computed in fp32, which such inputs are
-    # rarely enough.
+    # Divided by sums over many tokens, cotangents leave fp16's range: fp16 inputs, which are rare, are computed in
+    # fp32.
     dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
     return (do.float() * scale[..., None]).to(dtype), last

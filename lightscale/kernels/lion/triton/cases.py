@@ -30,7 +30,7 @@ def _scan(
     learned: bool = False,
     **options: Any,
 ) -> KernelCase:
-    """``backward``: of cotangents; ``plain``: without decay and documents; ``learned``: with the decays' gradient."""
+    """``backward``: for cotangents; ``plain``: without decay and documents; ``learned``: with the decays' gradient."""
     stored = NAMES[tiling_of(dtype).stored]
     columns = "fp32" if normalize else None
     arguments, absent = pointers(
@@ -121,7 +121,7 @@ def _attend(
 def _cases() -> Iterator[KernelCase]:
     """Each width in bf16 with decays and documents, then variants of the usual width, all for gates "leave".
 
-    The sums of log decays and the fold of splits are lightning attention's.
+    The kernels for sums of log decays and the fold of splits are lightning attention's.
     """
     bf16 = torch.bfloat16
     for width in (128, 64):

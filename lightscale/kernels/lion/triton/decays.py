@@ -1,4 +1,4 @@
-"""Decays in LION's Triton kernels, by the sums of lightning attention's: through each token, or before it."""
+"""Decays in LION's Triton kernels, from the sums of lightning attention's: through each token, or before it."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def load_tokens(of_chunk, T, i, mask, EXCLUSIVE: tl.constexpr):
 
 @triton.jit
 def between(i, j, i_forward, i_forward_low, i_back, i_back_low, j_forward, j_forward_low, j_back, j_back_low):
-    """The decay between tokens i, as a column, and j, as a row: from before by the forward sums, else by the others."""
+    """The decay between tokens i, a column, and j, a row: by the forward sums for earlier j, else by the others."""
     forward = (i_forward[:, None] - j_forward[None, :]) + (i_forward_low[:, None] - j_forward_low[None, :])
     back = (j_back[None, :] - i_back[:, None]) + (j_back_low[None, :] - i_back_low[:, None])
     return tl.exp(tl.minimum(tl.where(i[:, None] >= j[None, :], forward, back), 0.0))
@@ -25,10 +25,10 @@ def between(i, j, i_forward, i_forward_low, i_back, i_back_low, j_forward, j_for
 
 @triton.jit
 def crossing(pairs, before, i, j, dtype: tl.constexpr, EXCLUSIVE: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ of what tokens i read across the gate of each token j: of all ``before`` these partners, and by ``pairs``.
+    """Σ of the reads of tokens i across the gate of each token j: of all ``before`` these partners, and by ``pairs``.
 
-    A pair (i, s) crosses it when s <= j < i, where forward sums are EXCLUSIVE, else when s < j <= i. Each is added
-    once, so that nothing cancels.
+    A pair (i, s) crosses the gate when s <= j < i, where forward sums are EXCLUSIVE, else when s < j <= i. Each pair is
+    added once: no terms cancel.
     """
     if EXCLUSIVE:
         passed = (j[:, None] <= j[None, :]).to(dtype)

@@ -1,9 +1,9 @@
-"""The Triton kernel of LION's outputs and gradients, which computes every tile of tokens by itself.
+"""The Triton kernel of LION's outputs and gradients, with independent programs for the tiles of tokens.
 
 A row is cut into chunks of CHUNK tokens, and these into tiles of BLOCK_T tokens. Names of shapes: B rows, T tokens, H
-heads, N chunks, S splits, W = V + 1 with the normaliser's column. x and y are what is multiplied per pair of tokens, y
-and z what states are made of. All arithmetic is fp32; half-precision operands go to the tensor cores as they are.
-docs/reference/operators/lion.md has the mathematics, and that of lightning attention the tiling.
+heads, N chunks, S splits, W = V + 1 with the normaliser's column. x and y are the factors of a pair's score, y and z
+the factors of states. All arithmetic is fp32; tensor cores take half-precision operands unconverted.
+docs/reference/operators/lion.md has the mathematics, lightning.md the tiling.
 
 ``starts`` (B, T) int32 is the position in the row at which the token's document begins, -1 for the row's first one.
 ``sums`` (B or 1, H, 2, T) are the sums of log decays from each chunk's start, in two parts; see
@@ -34,12 +34,12 @@ def read_column(x_rows, x_first, column, inside, X: tl.constexpr, BLOCK_X: tl.co
     return acc
 
 
-# Not specialised on lengths: a batch of another length must not wait for the compiler.
+# Not specialised on lengths: a batch of another length must not compile the kernel again.
 @triton.jit(do_not_specialize=["T", "num_chunks", "num_token_tiles"])
 def attend(
-    x,  # (B, T, H, X): of the tokens that the program computes
-    y,  # (B, T, H, X): of their partners
-    z,  # (B, T, H, Z): of their partners
+    x,  # (B, T, H, X): the tokens that the program computes
+    y,  # (B, T, H, X): their partners
+    z,  # (B, T, H, Z): their partners
     x_last,  # (B, T, H) fp32: one more column of x, whose partner in y is 1; or None
     y_last,  # (B, T, H) fp32: one more column of y, whose partner in x is 1; or None
     prefix,  # (B, H, N, X, Z), or (B, H, N, Z, X) when TRANSPOSED: the state that enters each chunk on the left
@@ -49,10 +49,10 @@ def attend(
     sums,
     starts,
     out,  # (B, T, H, Z), contiguous
-    normalizer,  # (B, T, H) fp32: what `out` is divided by, written; or None
-    own,  # (B, T, H, Z): what `out` is the gradient of, or None
-    crossing_parts,  # (B, token tiles, H, Z tiles, C) fp32: part of dlog_decay by pairs and what comes from the left
-    right_parts,  # (B, token tiles, H, Z tiles, BLOCK_T) fp32: each token's own · out by what comes from the right
+    normalizer,  # (B, T, H) fp32: the divisor of `out`, written; or None
+    own,  # (B, T, H, Z): the tensor whose gradient `out` is, or None
+    crossing_parts,  # (B, token tiles, H, Z tiles, C) fp32: part of dlog_decay by pairs and the state from the left
+    right_parts,  # (B, token tiles, H, Z tiles, BLOCK_T) fp32: each token's own · out by the state from the right
     T,
     H,
     num_chunks,
@@ -83,9 +83,9 @@ def attend(
 ):
     """out = (x yᵀ ⊙ M) z + weights x S of both sides, for a tile of tokens, over one full square of pairs.
 
-    M_ij is the decay between i and j: by sums before the tokens (EXCLUSIVE) from the left and through them from the
-    right, or the other way round, which is the transpose. With x, y, z = q, k, v this gives o; dY, v, k: dq;
-    transposed v, dY, q: dk; k, q, dY: dv.
+    M_ij is the decay between i and j. With EXCLUSIVE it uses sums before the tokens from the left and through them from
+    the right; else the other way round, which is the transpose. x, y, z = q, k, v give o; dY, v, k give dq; transposed,
+    v, dY, q give dk, and k, q, dY give dv.
     """
     Z_TILES: tl.constexpr = (Z + BLOCK_Z - 1) // BLOCK_Z
     program = tl.program_id(0).to(tl.int64)
@@ -112,7 +112,7 @@ def attend(
     if x_last is not None:
         own_last = tl.load(x_last + of_tokens + i.to(tl.int64) * H, mask=i < length, other=0.0)
 
-    # The states' part comes first: it is weighted by rows, which the pairs, added to it afterwards, must not be.
+    # The states' part comes first: its rows are weighted, and the pairs, added afterwards, are not.
     x_first = tl.load(x_rows + cols_x[None, :], mask=inside & exists(cols_x, X, BLOCK_X)[None, :], other=0.0)
     of_chunk = (row * H + head) * num_chunks + chunk
     stride_row: tl.constexpr = 1 if TRANSPOSED else Z
@@ -141,7 +141,7 @@ def attend(
         right *= from_right[:, None]
         below *= from_left
         below_right *= from_right
-    # Selected, not multiplied by 0: states of other documents may have overflowed. Nor do tokens beyond the row read.
+    # Selected, not multiplied by 0: states of other documents may have overflowed. Tokens beyond the row read no state.
     reads_left = i < length
     reads_right = i < length
     if starts is not None:
@@ -194,7 +194,7 @@ def attend(
     tokens = of_tokens + i.to(tl.int64) * H
     if normalizer is not None:
         below += eps
-        # Where nothing was written, as in a row of padding, nothing is read.
+        # The sum is 0 without writes, as in a row of padding.
         acc = tl.where(below[:, None] == 0.0, 0.0, acc / tl.where(below == 0.0, 1.0, below)[:, None])
         if tile_z == 0:
             tl.store(normalizer + tokens, below, mask=i < length)

@@ -1,7 +1,7 @@
 """The passes of LION on GPUs: scans over the states of chunks from either end, and the products of a chunk's tokens.
 
-The operator and its transpose, which the gradients are made of, are the same launches with the sums of log decays
-swapped; ``__init__.py`` puts them together.
+The operator and its transpose, whose results are the gradients, are the same launches with swapped sums of log decays.
+``__init__.py`` composes the passes.
 """
 
 from dataclasses import dataclass, replace
@@ -22,17 +22,17 @@ from lightscale.kernels.lion.triton.tiling import attend_constants, scan_constan
 
 @dataclass(frozen=True, kw_only=True)
 class LionRows(ChunkedRows):
-    """Those of LION, where B = 1 in the sums of decays of heads."""
+    """Rows of LION; for decays of heads the sums have B = 1."""
 
     exclusive: bool
-    """Whether what comes from the left is decayed by sums before each token, what comes from the right through it."""
+    """Whether sums before each token give the decay from the left, and sums through it the decay from the right."""
     normalize: bool
 
     @classmethod
     def of(
         cls, x: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, gate: Gate, *, normalize: bool
     ) -> "LionRows":
-        """Those of x (B, T, H, width)."""
+        """The rows of x (B, T, H, width)."""
         num_rows, num_tokens, num_heads = x.shape[:3]
         sums = None
         if log_decay is not None:
@@ -52,7 +52,7 @@ class LionRows(ChunkedRows):
         )
 
     def transposed(self) -> "LionRows":
-        """Those of the transposed operator."""
+        """The rows of the transposed operator."""
         return replace(self, exclusive=not self.exclusive)
 
     @property
@@ -62,12 +62,12 @@ class LionRows(ChunkedRows):
 
     @property
     def stride_sums(self) -> int:
-        """From row to row of ``sums``."""
+        """Stride of the rows of ``sums``."""
         return 0 if self.sums is None or self.sums.size(0) == 1 else self.sums.stride(0)
 
 
 class LionChunkStates(NamedTuple):
-    """What enters each chunk on one side."""
+    """The states that enter the chunks on one side."""
 
     states: Tensor
     """(B, H, N, K, V), in the dtype in which dots read it."""
@@ -76,13 +76,13 @@ class LionChunkStates(NamedTuple):
 
 
 class LionScanned(NamedTuple):
-    """What a scan of one side's states gives."""
+    """Results of a scan of one side's states."""
 
     chunks: LionChunkStates | None
     final: Tensor
-    """(B, H, K, W) fp32: what leaves the rows."""
+    """(B, H, K, W) fp32: the state that leaves the rows."""
     decay_parts: Tensor | None
-    """(B, H, N) fp32: the decays' gradient by what goes through each chunk."""
+    """(B, H, N) fp32: the decays' gradient through each chunk."""
 
 
 def scan(
@@ -96,9 +96,9 @@ def scan(
     with_chunks: bool = True,
     other: LionChunkStates | None = None,
 ) -> LionScanned:
-    """The states of x and [y, last] from the one that enters the rows on the left, or in reverse on the right.
+    """The states of x and [y, last], from the state that enters the rows on the left, or in reverse on the right.
 
-    ``other`` are the states that these are the cotangents of, where the decays' gradient is wanted.
+    For the decays' gradient, ``other`` holds the states whose cotangents are scanned.
     """
     x, y = dense_last(x), dense_last(y)
     widths = x.size(3), y.size(3) + rows.normalize
@@ -134,7 +134,7 @@ def scan(
             *y.stride()[:3],
             **constants,
             REVERSE=reverse,
-            # From the right the sums are the other ones.
+            # From the right the sums swap.
             EXCLUSIVE=rows.exclusive != reverse,
             NORMALIZE=rows.normalize,
             **LAUNCH,
@@ -149,16 +149,16 @@ def scan(
 
 
 class LionProducts(NamedTuple):
-    """What the products of the tokens give."""
+    """Results of the products of the tokens."""
 
     out: Tensor
-    """Like z."""
+    """The shape and dtype of z."""
     normalizer: Tensor | None
     """(B, T, H) fp32."""
     crossing: Tensor | None
-    """(B, H, N, C) fp32: the decays' gradient by the pairs of one direction and what they read from there."""
+    """(B, H, N, C) fp32: the decays' gradient by the pairs of one direction and the reads from it."""
     right: Tensor | None
-    """(B, H, N, C) fp32: each token's part of it by what it has from the right, which crosses all tokens behind it."""
+    """(B, H, N, C) fp32: each token's part of this gradient by its reads from the right, across all tokens behind."""
 
 
 def products(
@@ -177,8 +177,8 @@ def products(
 ) -> LionProducts:
     """(x yᵀ ⊙ M) z + weights x S of both sides.
 
-    x_last, y_last: (B, T, H), the normaliser's column of one of them, whose partners are ones. eps: divide by the sums
-    of the scores and this. own: what it is the gradient of, where the decays' is wanted too.
+    x_last, y_last: (B, T, H), the normaliser's column of x or y, whose partners are ones. eps: divide by the sums of
+    the scores plus eps. own: the tensor whose gradient is computed, if the decays' gradient is requested too.
     """
     assert prefix is not None and suffix is not None
     x, y, z = dense_last(x), dense_last(y), dense_last(z)
@@ -191,7 +191,7 @@ def products(
     with_columns = eps is not None or x_last is not None or y_last is not None
     crossing = right = None
     if own is not None:
-        # Parts of each program, summed afterwards in a fixed order: atomic additions would not repeat.
+        # One part per program, summed afterwards in a fixed order: atomic additions would not be reproducible.
         shape = (rows.num_rows, num_token_tiles, rows.num_heads, tiles)
         crossing = torch.zeros(*shape, rows.tiling.chunk, device=z.device)
         right = torch.zeros(*shape, rows.tiling.tile_tokens, device=z.device)
@@ -237,10 +237,10 @@ def products(
 
 
 def decay_gradient(rows: LionRows, dq: LionProducts, dk: LionProducts, through: Tensor) -> Tensor:
-    """dlog_decay (B, T, H), fp32: the parts of dq and dk, and what goes through the chunks (B, H, N)."""
+    """dlog_decay (B, T, H), fp32, from the parts of dq and dk and the part (B, H, N) through the chunks."""
     assert dq.crossing is not None and dq.right is not None and dk.crossing is not None and dk.right is not None
     of_tokens = dq.crossing + dk.crossing + through[..., None]
-    # What token s has from the right crosses the gates behind s: its own one too where sums are not exclusive.
+    # Token s' reads from the right cross the gates behind s, and its own gate where sums are not exclusive.
     for parts, exclusive in ((dq.right, rows.exclusive), (dk.right, not rows.exclusive)):
         upto = parts.cumsum(-1)
         of_tokens = of_tokens + (torch.nn.functional.pad(upto, (1, -1)) if exclusive else upto)

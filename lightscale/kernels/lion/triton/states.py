@@ -1,4 +1,4 @@
-"""The Triton kernel of LION that goes along a row: the states at the borders of chunks, from either end.
+"""The Triton kernel of LION's scan along a row: the states at the borders of chunks, from either end.
 
 Names of shapes and arguments are those of ``kernels.py``.
 """
@@ -18,14 +18,14 @@ def scan_states(
     last,  # (B, T, H) fp32: the normaliser's column of y; None for ones
     sums,  # (B or 1, H, 2, T) fp32, or None
     starts,  # (B, T), or None
-    entering,  # (B, H, S, K, W) fp32: what enters each split, or None for zero
-    leaving,  # (B, H, S, K, W) fp32: what leaves each split, or None
+    entering,  # (B, H, S, K, W) fp32: the state that enters each split, or None for zero
+    leaving,  # (B, H, S, K, W) fp32: the state that leaves each split, or None
     split_through,  # (B, H, S) fp32: the decay through each split, or None
-    chunk_states,  # (B, H, N, K, V): what enters each chunk, or None
+    chunk_states,  # (B, H, N, K, V): the state that enters each chunk, or None
     chunk_columns,  # (B, H, N, K) fp32: its last column, or None
-    other_states,  # (B, H, N, K, V): the states that these are the cotangents of, or None
+    other_states,  # (B, H, N, K, V): the states whose cotangents are scanned, or None
     other_columns,  # (B, H, N, K) fp32, or None
-    decay_parts,  # (B, H, N, K tiles, V tiles) fp32: part of dlog_decay by what goes through, or None
+    decay_parts,  # (B, H, N, K tiles, V tiles) fp32: part of dlog_decay through the chunks, or None
     T,
     H,
     num_chunks,
@@ -49,10 +49,10 @@ def scan_states(
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Go through a split's chunks with a tile of the state: S <- e^total S + Σ weight x [y, last]ᵀ.
+    """Scan a split's chunks with a tile of the state: S <- e^total S + Σ weight x [y, last]ᵀ.
 
     From left to right weights are e^(total - sum), in reverse e^sum, by sums through each token or, when EXCLUSIVE,
-    before it. The last column is kept beside the tile by every program, and stored by those of the first tile of V.
+    before it. Every program keeps the last column beside its tile; the programs of the first tile of V store it.
     """
     W: tl.constexpr = V + 1 if NORMALIZE else V
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -87,12 +87,12 @@ def scan_states(
         of_chunk = (row * H + head) * num_chunks + chunk
         at_chunk = of_chunk * K * V + cols_k[:, None] * V + cols_v[None, :]
         if chunk_states is not None:
-            # Only what is stored is rounded; the state itself stays in fp32.
+            # Only the stored copy is rounded; the state stays in fp32.
             tl.store(chunk_states + at_chunk, state.to(chunk_states.dtype.element_ty), mask=in_tile)
             if NORMALIZE and tile_v == 0:
                 tl.store(chunk_columns + of_chunk * K + cols_k, column, mask=has_k)
 
-        # What goes through the whole chunk. Positions in the chunk are counted from its first token.
+        # The part through the whole chunk. Positions in the chunk are counted from its first token.
         last_begin = last_start(starts, row * T, begin, length)
         if sums is not None:
             end_high, end_low = load_sum(head_sums, T, begin + length - 1)
@@ -101,7 +101,7 @@ def scan_states(
             column *= share
             passed *= share
         if starts is not None:
-            # Selected, not multiplied by 0: a state that overflowed in another document must not give NaN.
+            # Selected, not multiplied by 0: an overflow in another document must give no NaN.
             state = tl.where(last_begin < 0, state, 0.0)
             column = tl.where(last_begin < 0, column, 0.0)
         if other_states is not None:
@@ -111,7 +111,7 @@ def scan_states(
                 other_column = tl.load(other_columns + of_chunk * K + cols_k, mask=has_k, other=0.0)
                 product += tl.sum(column * other_column, 0)
             part = (of_chunk * K_TILES + tile_k) * V_TILES + tile_v
-            # The other state, too, may have overflowed in another document.
+            # The other state may also have overflowed in another document.
             tl.store(decay_parts + part, tl.where(last_begin < 0, product, 0.0))
 
         for tile_t in tl.static_range(CHUNK // BLOCK_T):

@@ -1,4 +1,4 @@
-"""Tiles of LION's Triton kernels: those of lightning attention, whose chunks and products they share."""
+"""Tiles of LION's Triton kernels: lightning attention's, because chunks and products are the same."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def tiling_of(dtype: torch.dtype) -> LightningTiling:
 
 
 def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
-    """The constants of ``scan_states`` but its direction and decays."""
+    """The constants of ``scan_states`` except its direction and decays."""
     tiling = tiling_of(dtype)
     return {
         "K": K,
@@ -29,7 +29,7 @@ def scan_constants(dtype: torch.dtype, K: int, V: int) -> dict[str, Any]:
 
 
 def attend_constants(dtype: torch.dtype, X: int, Z: int, *, transposed: bool, learned: bool) -> dict[str, Any]:
-    """The constants of ``attend`` but its decays; X is contracted, Z the width of the outputs.
+    """The constants of ``attend`` except its decays; X is contracted, Z the width of the outputs.
 
     ``learned``: with the decays' gradient.
     """

@@ -1,7 +1,8 @@
 """Log-sums in Triton: the passes of ``chunked.py``.
 
-Two launches each way: one gives what every split of a row leaves (forward) or what reaches its first token (backward),
-which are folded, and one the outputs or gradients of all splits side by side. Saved are inputs and outputs.
+Two launches per direction. The first computes the sum that leaves every split of a row (forward), or the cotangent of
+its first token (backward); a fold follows. The second computes the outputs or gradients of all splits side by side.
+Inputs and outputs are saved.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ __all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "state_bwd"
 
 
 class _Rows(NamedTuple):
-    """How rows (B, T, D), T > 0, are cut into splits."""
+    """Splits of rows (B, T, D), T > 0."""
 
     B: int
     T: int
@@ -41,7 +42,7 @@ class _Rows(NamedTuple):
 
     @property
     def launch(self) -> tuple[tuple[int, int, int], dict[str, Any]]:
-        """The grid, and options."""
+        """The grid of a launch, and its options."""
         grid = self.B, triton.cdiv(self.D, tiling.CHANNELS), self.num_splits
         return grid, {"CHUNK": tiling.CHUNK, "BLOCK_D": tiling.CHANNELS, **LAUNCH}
 
@@ -50,11 +51,11 @@ class _Rows(NamedTuple):
         return self.T, self.D, self.split_tokens, self.num_splits
 
     def new_states(self, like: Tensor) -> Tensor:
-        """Room for a number per split and channel, (B, S, D)."""
+        """Uninitialised memory for a number per split and channel, (B, S, D)."""
         return like.new_empty(self.B, self.num_splits, self.D, dtype=torch.float32)
 
     def through(self) -> Tensor | None:
-        """(S, B), 0 where a document begins in a split; None where none does."""
+        """(S, B), 0 where a document begins in a split; None without boundaries."""
         if self.starts is None:
             return None
         split = torch.arange(self.T, device=self.starts.device) // self.split_tokens
@@ -63,7 +64,7 @@ class _Rows(NamedTuple):
 
 
 def _entering(rows: _Rows, b: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What enters each split, and what leaves the row, (S + 1, B, D); and (B,) 0 where a document begins in the row."""
+    """The sums that enter the splits and leave the row, (S + 1, B, D); (B,) 0 where a document begins in the row."""
     last = rows.new_states(b)
     grid, options = rows.launch
     scan[grid](b, rows.starts, None, None, last, *rows.sizes, *b.stride()[:2], **options)
@@ -74,7 +75,7 @@ def _entering(rows: _Rows, b: Tensor, state: Tensor | None) -> tuple[Tensor, Ten
 
 
 def _reaching(rows: _Rows, z: Tensor, dz: Tensor, dstate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The cotangents (B, S, D) of each split's last sum by what is behind it, and (B, D) of the row's first sum."""
+    """The cotangents (B, S, D) of each split's last sum by the tokens behind it, and (B, D) of the row's first sum."""
     first = rows.new_states(z)
     grid, options = rows.launch
     strides = (0, 0, *z.stride()[:2], *dz.stride()[:2])
@@ -82,15 +83,15 @@ def _reaching(rows: _Rows, z: Tensor, dz: Tensor, dstate: Tensor | None) -> tupl
     edges = torch.arange(rows.num_splits, device=z.device) * rows.split_tokens
     z_first = z[:, edges]
     z_last = torch.cat([z[:, edges[1:] - 1], z[:, -1:]], dim=1)
-    # All pairs at once, in S² B D numbers and as many launches for any S, as in ``entering_sums``: what the last token
-    # of split i has in the first sum of split j > i, and in the last sum of the row.
+    # All pairs at once, as in ``entering_sums``: S² B D numbers and a fixed number of launches. A pair is the share of
+    # split i's last token in the first sum of split j > i, or in the last sum of the row.
     onwards = weight(z_last[:, :, None], z_first[:, None])
     through = weight(z_last, z_last[:, -1:])
     within = weight(z_first[:, 0], z_last[:, 0])
     later = edges[None, :] > edges[:, None]
     kept = later.expand(rows.B, -1, -1)
     if rows.starts is not None:
-        # Sums of two tokens know of each other as long as no document begins between them.
+        # Two tokens have a sum in common unless a document begins between them.
         begun = rows.starts.cumsum(1)
         at_first, at_last = begun[:, edges], torch.cat([begun[:, edges[1:] - 1], begun[:, -1:]], dim=1)
         kept = later & (at_last[:, :, None] == at_first[:, None])
@@ -173,7 +174,7 @@ _out_fwd.register_autograd(_backward, setup_context=_save)
 
 
 def triton_log_sum(b: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The operator, differentiable in b and in the state."""
+    """The operator z (B, T, D), differentiable in b and the state; see ``log_sum``."""
     z: Tensor = _out_fwd(b, state, cu_seqlens)
     return z
 
@@ -181,7 +182,7 @@ def triton_log_sum(b: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -
 def out_fwd(
     b: Tensor, state: Tensor | None, cu_seqlens: Tensor | None = None, chunk_size: int = DEFAULT_CHUNK_SIZE
 ) -> Tensor:
-    """See ``chunked.out_fwd``; chunks are the kernel's."""
+    """See ``chunked.out_fwd``; the kernel sets the size of chunks."""
     return triton_log_sum(b, state, cu_seqlens)
 
 

@@ -10,7 +10,7 @@ _STRIDES = ("split_tokens", "stride_bb", "stride_bt", "stride_zb", "stride_zt", 
 
 
 def _case(name: str, kernel: Any, dtype: str, *absent: str) -> KernelCase:
-    """One kernel for b of ``dtype``; ``absent`` pointers are not given."""
+    """One kernel for b of ``dtype``; ``absent`` names the pointers that are None."""
     constants: dict[str, Any] = {"CHUNK": CHUNK, "BLOCK_D": CHANNELS, **dict.fromkeys(absent)}
     types = dict.fromkeys(("b_ptr", "db_ptr"), f"*{dtype}") | {"starts_ptr": "*i8", "T": "i32", "num_splits": "i32"}
     types |= dict.fromkeys(("D", *_STRIDES), "i32:16")

@@ -1,7 +1,7 @@
-"""The kernels: running sums of a split forward, and of their cotangents backward, some channels to a program.
+"""The kernels: running sums of a split forward, and of their cotangents backward, some channels per program.
 
-Tokens follow one another inside of chunks, whose sums are added to what entered them: in one sum over all tokens fp32
-would lose what single ones add. -1e38 stands for the log of nothing inside of kernels: no difference is NaN then.
+A program sums the tokens of a chunk, then adds the sum that entered the chunk. One sum over all tokens would lose
+single terms in fp32. Inside kernels log 0 is -1e38, so that no difference is NaN.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _log_add(x, y):
-    """log(e^x + e^y); what is far below 0 is nothing."""
+    """log(e^x + e^y), with -1e38 for log 0."""
     most = tl.maximum(x, y)
     return most + tl.log(1.0 + tl.exp(tl.minimum(x, y) - most))
 
@@ -19,9 +19,9 @@ def _log_add(x, y):
 def scan(
     b_ptr,  # (B, T, D)
     starts_ptr,  # (B, T), not 0 where a document begins inside the row
-    entering_ptr,  # (B, S, D) fp32: what enters each split
+    entering_ptr,  # (B, S, D) fp32: the sum that enters each split
     z_ptr,  # (B, T, D) fp32
-    last_ptr,  # (B, S, D) fp32: of each split's last document, by the split alone
+    last_ptr,  # (B, S, D) fp32: the sum of each split's last document, by the split alone
     T,
     D,
     split_tokens,
@@ -31,7 +31,7 @@ def scan(
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """z of every token, or the sums that splits leave; programs (rows, channels, splits)."""
+    """z of every token, or the sums that leave the splits; programs (rows, channels, splits)."""
     NOTHING: tl.constexpr = -1e38
     channel = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.program_id(2).to(tl.int64)
@@ -44,7 +44,7 @@ def scan(
     if entering_ptr is not None:
         carried = tl.maximum(tl.load(entering_ptr + state, mask=inside, other=NOTHING), NOTHING)
     z = carried
-    # Chunk by chunk in a loop of its own: one over all tokens, which selected at the edges of chunks, gave wrong sums
+    # One inner loop per chunk: a single loop over all tokens, with a selection at the edges of chunks, gave wrong sums
     # with Triton 3.6 on an H200.
     for chunk in range(first, end, CHUNK):
         carried = z
@@ -70,7 +70,7 @@ def scan_back(
     z_ptr,  # (B, T, D) fp32
     dz_ptr,  # (B, T, D)
     starts_ptr,  # (B, T)
-    behind_ptr,  # (B, S, D) fp32: the cotangent of each split's last sum by what is behind the split
+    behind_ptr,  # (B, S, D) fp32: the cotangent of each split's last sum by the tokens behind the split
     db_ptr,  # (B, T, D)
     first_ptr,  # (B, S, D) fp32: the cotangent of each split's first sum by the split alone
     T,
@@ -86,7 +86,7 @@ def scan_back(
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """db of every token, or what reaches the first tokens of splits; programs (rows, channels, splits)."""
+    """db of every token, or the cotangents of the splits' first sums; programs (rows, channels, splits)."""
     channel = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
@@ -94,7 +94,7 @@ def scan_back(
     first = split * split_tokens
     end = tl.minimum(first + split_tokens, T)
     state = row * num_splits * D + split * D + channel
-    # From the chunk behind, times e^{z of this token - z of that chunk's edge}; and of the chunk's own tokens.
+    # The term of the chunk behind, times e^{z of this token - z of that chunk's edge}; and the chunk's own term.
     from_behind = tl.zeros((BLOCK_D,), tl.float32)
     if behind_ptr is not None:
         from_behind = tl.load(behind_ptr + state, mask=inside, other=0.0)
@@ -104,7 +104,7 @@ def scan_back(
         t = end - 1 - back
         z = tl.load(z_ptr + row * stride_zb + t * stride_zt + channel, mask=inside, other=0.0)
         dz = tl.load(dz_ptr + row * stride_dzb + t * stride_dzt + channel, mask=inside, other=0.0).to(tl.float32)
-        # How much of this token's sum is in that of the next one. Of nothing, nothing is.
+        # This token's share of the next token's sum; 0 if the sum is log 0.
         share = tl.exp(tl.maximum(z, -1e38) - tl.maximum(z_behind, -1e38))
         share = tl.where(z == float("-inf"), 0.0, share)
         if starts_ptr is not None:

@@ -1,13 +1,13 @@
 """Extents of the kernels of log-sums."""
 
 CHUNK = 64
-"""Tokens that are added up by themselves."""
+"""Tokens of a chunk, whose sum is added to the entering sum."""
 
 CHANNELS = 128
-"""Of a program: one to a thread."""
+"""Channels of a program: one per thread."""
 
 LEAST_SPLIT_TOKENS = 256
-"""Of a row."""
+"""Least tokens of a split."""
 
 MOST_SPLITS = 64
-"""Of all rows: a program goes from token to token, so that many must do so side by side."""
+"""Most splits of all rows. A program takes its tokens one after the other, so many programs must run side by side."""

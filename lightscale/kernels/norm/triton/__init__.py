@@ -20,8 +20,8 @@ from lightscale.kernels.norm.triton.kernels import (
 # Elements of a tile: 32 of each operand per thread.
 _TILE = 4096
 
-# Programs that sum the weight's gradient, each over its own rows: four for every multiprocessor of an H100, and the
-# same on any other device, so that the result is too.
+# Programs that sum the weight's gradient, each over its own rows: four per multiprocessor of an H100. The number is the
+# same on any other device, so that the result is the same.
 _PARTIAL_SUMS = 528
 
 
@@ -33,7 +33,7 @@ class _Rows(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """How a kernel runs over the rows of x."""
+    """Launch of a kernel over the rows of x."""
 
     num_rows: int
     J: int
@@ -46,7 +46,7 @@ class _Launch(NamedTuple):
 
 
 def _rows(x: Tensor) -> _Rows:
-    """A view of x where its strides allow that, as those of two leading dimensions always do; else a copy."""
+    """A view of x where its strides allow a view (always with two leading dimensions); else a copy."""
     width = x.shape[-1]
     three = dense_last(x if x.dim() == 3 else x.reshape(-1, 1, width))
     return _Rows(three, (three.stride(0), three.stride(1)))
@@ -203,7 +203,7 @@ def _(x: Tensor, weight: Tensor | None, gate: Tensor | None, *_: Any) -> tuple[T
 
 
 def _gradients(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for dx, laid out as x, the weight's partial sums, and dgate; empty for what is not there."""
+    """Memory for dx, laid out as x, the weight's partial sums, and dgate; empty tensors for absent inputs."""
     partial_sums = 0 if weight is None else min(_PARTIAL_SUMS, _launch(x).num_tiles)
     return (
         torch.empty_like(x) if x.dim() == 3 else x.new_empty(x.shape),
@@ -233,7 +233,7 @@ def norm_bwd(inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Ten
 def _cases(
     D: int, dtype: str, *, weight: bool = False, gate: str | None = None, split: bool = False
 ) -> Sequence[KernelCase]:
-    """The kernels for rows of width D; ``split`` are those with sums over ranks."""
+    """The kernels for rows of width D; ``split``: with sums over ranks."""
     width = triton.next_power_of_2(D)
     rows = max(1, _TILE // width)
     parts = ["weight" * weight, f"{gate} gate" if gate else "", "split" * split, dtype]

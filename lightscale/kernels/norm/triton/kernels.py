@@ -1,7 +1,7 @@
 """Kernels of the norm with weight and gate.
 
-Rows are numbered over two dimensions (I, J), each with a stride, so that heads that lie (b, n) are read in the order
-(n, b) without a copy. A program owns tiles of ROWS rows and the whole width, padded to BLOCK columns.
+Rows are numbered over two dimensions (I, J), each with a stride: heads in the order (b, n) are read in the order (n, b)
+without a copy. A program owns tiles of ROWS rows and the whole width, padded to BLOCK columns.
 """
 
 import triton
@@ -137,7 +137,7 @@ def backward_kernel(
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """dx (strided), dgate (I·J, D), and of each program its rows' part of the weight's gradient, (programs, D) fp32.
+    """dx (strided), dgate (I·J, D), and each program's part of the weight's gradient, (programs, D) fp32.
 
     ``sums`` are Σ c ⊙ h over ``width`` channels, or None to sum here. Programs take every P-th tile, P their number.
     """
@@ -148,7 +148,7 @@ def backward_kernel(
         scale = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
         # Kept by row of the tile until the end: one reduction per program, not one per tile.
         total = tl.zeros((ROWS, BLOCK), tl.float32)
-    # Every P-th tile, so that the weight's gradient is summed in an order that depends on the rows alone.
+    # Every P-th tile: the order of the weight's sum depends on the rows alone.
     for tile in range(program, num_tiles, tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < num_rows)[:, None] & (column < D)[None, :]

@@ -1,8 +1,8 @@
 """Relations of all pairs in Triton: the operator of ``tiled.py``, forward and backward.
 
-Bands of pairs follow one another; what is known of the pairs of one, their deviation and behind a backward pass their
-share in the norm's gradient, is kept until the next, so that memory is linear in the tokens. What a band adds to a
-number one program adds: nothing depends on the order of programs.
+Bands of pairs follow one another. The statistics of a band's pairs are their deviation and, in the backward pass, their
+share of the norm's gradient. They are kept until the next band: memory is linear in the tokens. One program adds all of
+a band's terms of one number: results do not depend on the order of programs.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ __all__ = ["COMPILE_CASES", "triton_relation"]
 
 
 def _centered(x: Tensor, dtype: torch.dtype, *, with_variance: bool) -> tuple[Tensor, Tensor | None]:
-    """x (B, T, D) without the mean of its channels, and their variance (B, T)."""
+    """x (B, T, D) less the mean of its channels, and their variance (B, T)."""
     x, (B, T, D) = dense_last(x), x.shape
     out = x.new_empty(B, T, D, dtype=dtype)
     variance = x.new_empty(B, T, dtype=torch.float32) if with_variance else None
@@ -35,7 +35,7 @@ def _centered(x: Tensor, dtype: torch.dtype, *, with_variance: bool) -> tuple[Te
 
 
 class _Pairs(NamedTuple):
-    """Both sides, centered where there is a norm, and the ranges on their device."""
+    """Both sides, centered if there is a norm, and the ranges on their device."""
 
     a: Tensor
     b: Tensor
@@ -62,7 +62,7 @@ class _Pairs(NamedTuple):
         return *self.a.shape[:2], self.b.shape[1], self.a.shape[2]
 
     def deviations(self, band: Band) -> Tensor | None:
-        """r (B, keys, queries) of a band's pairs, where ranges reach; None without a norm."""
+        """r (B, keys, queries) of a band's pairs inside the ranges; None without a norm."""
         if self.variance_a is None:
             return None
         B, T, S, D = self.sizes
@@ -127,7 +127,7 @@ def _bwd(
 
 
 def _add_gradients(pairs: _Pairs, do: Tensor, band: Band, activation: str, da: Tensor, db: Tensor) -> None:
-    """What a band adds to both."""
+    """Add a band's terms to both gradients."""
     (B, T, S, D), block_q = pairs.sizes, power_of_two(band.num_queries, most=tiling.BLOCK)
     r = pairs.deviations(band)
     w = None if r is None else pairs.shares(do, r, band, activation)
@@ -140,7 +140,7 @@ def _add_gradients(pairs: _Pairs, do: Tensor, band: Band, activation: str, da: T
 
 
 def _blocks(block_q: int) -> dict[str, int]:
-    """Extents where pairs are added up."""
+    """Extents of the kernels that sum pairs."""
     return {"BLOCK_Q": block_q, "BLOCK_K": tiling.BLOCK, "BLOCK_D": tiling.BLOCK_D, "UNROLL": tiling.UNROLL}
 
 
@@ -164,6 +164,6 @@ _fwd.register_autograd(_backward, setup_context=_save)
 
 
 def triton_relation(a: Tensor, b: Tensor, first: Tensor, end: Tensor, form: Form) -> Tensor:
-    """The operator, differentiable in both sides."""
+    """The operator o (B, T, D) of ``relation``, differentiable in a and b."""
     o: Tensor = _fwd(a, b, first, end, *form)
     return o

@@ -11,7 +11,7 @@ def activate(s, ACTIVATION: tl.constexpr):
     if ACTIVATION == "exp":
         value = tl.exp(s)
     elif ACTIVATION == "relu":
-        # Not tl.maximum, which would take 0 for NaN.
+        # Not tl.maximum, which would turn NaN into 0.
         value = tl.where(s < 0.0, 0.0, s)
     elif ACTIVATION == "elu":
         value = tl.where(s > 0.0, s, tl.exp(s) - 1.0)

@@ -7,7 +7,7 @@ from lightscale.kernels.relation.triton import tiling
 from lightscale.kernels.relation.triton.gradients import key_gradients, query_gradients, shares
 from lightscale.kernels.relation.triton.kernels import LENGTHS, center, deviations, sums
 
-# Known when a run begins; all others are lengths, for each of which nothing is compiled.
+# Constants of a run. All other integers are lengths, which cause no compilation.
 _CONSTANT = ("D", *(f"stride_{name}" for name in ("xb", "xt", "ab", "at", "bb", "bt", "dob", "dot")))
 _BLOCKS = {
     center: {"BLOCK_T": tiling.CENTER_BLOCK_T, "BLOCK_D": tiling.MOST_CENTER_BLOCK_D},
@@ -23,7 +23,7 @@ _BLOCKS = {
 def _case(
     name: str, kernel: Any, *, sides: str = "fp32", activation: str = "", absent: tuple[str, ...] = (), **more: Any
 ) -> KernelCase:
-    """One kernel for sides of some dtype; ``absent`` pointers are not given."""
+    """One kernel for sides of some dtype; ``absent`` names the pointers that are None."""
     constants: dict[str, Any] = {"BLOCK_Q": tiling.BLOCK, "BLOCK_K": tiling.BLOCK, "BLOCK_D": tiling.BLOCK_D}
     constants |= {"UNROLL": tiling.UNROLL, "ACTIVATION": activation, **_BLOCKS.get(kernel, {}), **dict.fromkeys(absent)}
     types = dict.fromkeys(("a_ptr", "b_ptr", "x_ptr"), f"*{sides}") | dict.fromkeys(("first_ptr", "end_ptr"), "*i32")

@@ -1,6 +1,6 @@
-"""The kernels of the gradients; tiles, bands and pairs that are not read as in ``kernels.py``.
+"""The kernels of the gradients; tiles, bands and unread pairs are those of ``kernels.py``.
 
-With m_ij = mean(ψ'(s_ij) ⊙ do_i ⊙ s_ij) and w_ij = r_ij² m_ij, what a pair adds to both gradients is
+With m_ij = mean(ψ'(s_ij) ⊙ do_i ⊙ s_ij) and w_ij = r_ij² m_ij, a pair adds to both gradients
 
     r_ij ψ'(s_ij) ⊙ do_i - w_ij (a_i + b_j)
 """
@@ -194,7 +194,7 @@ def key_gradients(
             for group in range(tile, tl.minimum(tile + BLOCK_Q, num_queries), UNROLL):
                 for step in tl.static_range(UNROLL):
                     q = group + step
-                    # A query that is not has an empty range.
+                    # A query beyond the last one has an empty range.
                     first = tl.load(first_ptr + q, mask=q < num_queries, other=0)
                     end = tl.load(end_ptr + q, mask=q < num_queries, other=0)
                     i = row * 0 + tl.minimum(q, num_queries - 1)

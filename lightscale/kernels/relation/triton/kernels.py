@@ -1,11 +1,12 @@
-"""The kernels: sums over pairs of tokens, some tokens and some channels to a program, and what pairs are made of.
+"""The kernels: sums over pairs of tokens, some tokens and some channels per program, and the statistics of pairs.
 
-Queries are the tokens that read, keys those that are read. A launch is a band: keys ``key_0`` … of queries ``query_0``
-…. What is known of a pair, r_ij and behind a backward pass w_ij, is kept for one band, (B, keys, queries): queries lie
-side by side. Of a pair that is not read it may be anything, NaN too: it is selected away, not multiplied by 0.
+Queries are the tokens that read, keys the tokens that are read. A launch is a band: keys ``key_0`` … of queries
+``query_0`` …. The statistics of pairs, r_ij and in the backward pass w_ij, exist for one band, (B, keys, queries), with
+contiguous queries. For an unread pair they may hold any value, including NaN: a selection drops it, not a product with
+0.
 
-Pairs of one tile are added up by themselves before they join those of others: in one sum over all tokens fp32 would
-lose what single ones add. Numbers of tokens, and of the pairs of a band in a row, fit 32 bits; other offsets need 64.
+The pairs of one tile are summed first, then the tiles: one sum over all tokens would lose single terms in fp32. Numbers
+of tokens, and of the pairs of a band in a row, fit 32 bits; other offsets need 64.
 """
 
 # Triton evaluates the hints of its kernels: their arguments cannot have any but tl.constexpr.
@@ -17,12 +18,12 @@ import triton.language as tl
 from lightscale.kernels.relation.triton.activations import activate
 
 LENGTHS = ("T", "S", "query_0", "num_queries", "key_0", "num_keys")
-"""Arguments that differ from band to band: nothing is compiled for one that is a multiple of 16, or 1."""
+"""Arguments that differ from band to band: a multiple of 16, or 1, causes no further compilation."""
 
 
 @triton.jit
 def ranges(first_ptr, end_ptr, of_query, num_queries):
-    """The ranges of some queries, and the one that holds them all; of those that there are, and are not empty."""
+    """The ranges of some queries, and the smallest range that holds all of them without the empty ones."""
     exists = of_query < num_queries
     first = tl.load(first_ptr + of_query, mask=exists, other=0)
     end = tl.load(end_ptr + of_query, mask=exists, other=0)
@@ -33,7 +34,7 @@ def ranges(first_ptr, end_ptr, of_query, num_queries):
 
 @triton.jit
 def offsets(tokens, stride, channels):
-    """Of a tile of some tokens and channels in a row."""
+    """Offsets of a tile of some tokens and channels in a row."""
     return tokens.to(tl.int64)[:, None] * stride + channels[None, :]
 
 
@@ -50,7 +51,7 @@ def center(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What is left without the mean of the channels, and their variance; some tokens to a program."""
+    """Channels less their mean, and their variance; some tokens per program."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     exists = token < num_tokens
     channel = tl.arange(0, BLOCK_D)
@@ -99,7 +100,7 @@ def deviations(
     key_tile = (tl.program_id(1).to(tl.int64) * BLOCK_K).to(tl.int32)
     of_query, of_key = query_tile + tl.arange(0, BLOCK_Q), key_tile + tl.arange(0, BLOCK_K)
     has_query, has_key = of_query < num_queries, of_key < num_keys
-    # The row's tokens from the band's first ones on.
+    # The row's tokens, from the band's first.
     queries, keys = row * T + query_0, row * S + key_0
     _, _, begin, stop = ranges(first_ptr + queries, end_ptr + queries, of_query, num_queries)
     if (begin < key_0 + key_tile + BLOCK_K) & (stop > key_0 + key_tile):

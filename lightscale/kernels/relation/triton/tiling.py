@@ -1,4 +1,4 @@
-"""Extents of the kernels of relations, and how pairs are divided among launches."""
+"""Extents of the kernels of relations, and the division of pairs among launches."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,29 +6,29 @@ from typing import NamedTuple
 from torch import Tensor
 
 BLOCK_D = 32
-"""Channels of a program that adds up pairs."""
+"""Channels of a program that sums pairs."""
 
 UNROLL = 2
-"""Tokens for which what is needed is loaded together."""
+"""Tokens whose data is loaded together."""
 
 BLOCK = 32
-"""Tokens of either side in a tile of such a program."""
+"""Tokens per side in a tile of a program that sums pairs."""
 
 PRODUCT_BLOCK, PRODUCT_BLOCK_D = 64, 32
 """Tokens of either side, and channels of a step, of the product for the norm's statistics."""
 
 SHARE_BLOCK_Q, SHARE_BLOCK_K, SHARE_BLOCK_D = 16, 32, 4
-"""Queries, keys, and channels of a step, where pairs are added up over channels."""
+"""Queries, keys, and channels of a step, for the sum of pairs over channels."""
 
 CENTER_BLOCK_T, MOST_CENTER_BLOCK_D = 8, 64
-"""Tokens, and channels of a step, where tokens are centered."""
+"""Tokens, and channels of a step, for the centering of tokens."""
 
 BAND_PAIRS = 2**23
-"""Of a launch, of which what is known is kept: 32 MiB for each of two numbers, whatever the length."""
+"""Most pairs of a launch, whose statistics are kept: 32 MiB for each of two numbers, for any length."""
 
 
 class Band(NamedTuple):
-    """Queries, keys: what a launch computes."""
+    """The queries and keys that a launch computes."""
 
     query_0: int
     num_queries: int
@@ -37,9 +37,9 @@ class Band(NamedTuple):
 
 
 def bands(first: Tensor, end: Tensor) -> Iterator[Band]:
-    """Bands that hold all pairs of ranges (B, T) on the host, and no tile of them twice.
+    """Bands that hold all pairs of ranges (B, T) on the host, each tile once.
 
-    Neighbouring queries together, of about as many keys, or of all that they read where these are few.
+    A band has neighbouring queries and about as many keys, or all their keys where these are few.
     """
     rows, num_queries = first.shape
     if not first.numel():

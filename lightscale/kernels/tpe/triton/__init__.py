@@ -1,8 +1,8 @@
 """The scan of Toeplitz positional encoding in Triton: the passes of ``chunked.py``.
 
-Three kinds of launches: a sweep without output, whose states let the splits of a row run side by side, then the
-sweep that reads them; and one sweep for the gradients of the parameters. Nothing is kept but the inputs, and what is
-held on the way does not grow with the number of tokens.
+There are three kinds of launches. A sweep without output computes states, so that the splits of a row run side by side.
+A second sweep reads these states. One more sweep computes the gradients of the parameters. Only the inputs are saved,
+and the workspace does not grow with the number of tokens.
 """
 
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ from lightscale.kernels.tpe.triton.tiling import CHANNELS, PARAMETER_MODES, STEP
 
 __all__ = ["COMPILE_CASES", "grad_bwd", "out_fwd", "recurrent_step", "row_gradients", "state_bwd", "state_fwd"]
 
-# Tokens of a split, at least, and splits of all rows together, at most: with tiles of 16 channels enough programs for
-# every multiprocessor, while a state per split stays small beside the activations.
+# Least tokens of a split, and most splits of all rows together. With tiles of 16 channels every multiprocessor has
+# programs, and a state per split stays small beside the activations.
 _LEAST_SPLIT_TOKENS = 512
 _MOST_SPLITS = 16
 
 
 class _Scan(NamedTuple):
-    """A row's cut into splits, its tables, and constants of every launch."""
+    """The splits of rows, their tables, and the constants of every launch."""
 
     B: int
     T: int
@@ -47,12 +47,12 @@ class _Scan(NamedTuple):
         return self.B, triton.cdiv(self.D, CHANNELS) * mode_tiles, num_splits
 
     def new_states(self, like: Tensor) -> Tensor:
-        """Room for a state per split, (B, S, E, D)."""
+        """Uninitialised memory for a state per split, (B, S, E, D)."""
         return like.new_empty(self.B, self.num_splits, self.E, self.D, dtype=torch.float32)
 
 
 def _scan(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> _Scan:
-    """Of x (B, T, D), T > 0."""
+    """The splits of x (B, T, D), T > 0."""
     B, T, D = x.shape
     E = log_decay.shape[0]
     most = max(1, _MOST_SPLITS // B)
@@ -91,9 +91,9 @@ def _kernel(log_decay: Tensor, gamma: Tensor) -> Tensor:
 
 
 class _Swept(NamedTuple):
-    """What a sweep over whole rows gives."""
+    """Results of a sweep over whole rows."""
 
-    y: Tensor  # (B, T, D); empty when it was not asked for
+    y: Tensor  # (B, T, D); empty unless requested
     last: Tensor  # (B, D, E) fp32: the state behind the last token, in the order of the sweep
 
 
@@ -115,7 +115,7 @@ def _sweep(
     y = x.new_empty(x.shape) if with_output else x.new_empty(0, 0, 0)
     last = x.new_empty(scan.B, scan.D, scan.E, dtype=torch.float32)
     before = _split_states(scan, x, gamma, reverse=reverse)[0] if scan.num_splits > 1 else None
-    # Without outputs only the last split is left to do.
+    # Without outputs only the last split remains.
     first = 0 if with_output else scan.num_splits - 1
     sweep[scan.grid(scan.num_splits - first)](
         x,
@@ -146,7 +146,7 @@ def _sweep(
 def _split_states(
     scan: _Scan, x: Tensor, gamma: Tensor, *, reverse: bool, with_slopes: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """What each split adds to the state, (B, S, E, D), and its derivative by log λ where that is asked for."""
+    """Each split's share in the state, (B, S, E, D), and on request its derivative by log λ."""
     states = scan.new_states(x)
     slopes = scan.new_states(x) if with_slopes else None
     sweep[scan.grid(scan.num_splits)](
@@ -188,7 +188,7 @@ def _parameter_gradients(
     """dlog_decay (E,) and dgamma (D, E) in fp32, T > 0."""
     x, dy, gamma = dense_last(x), dense_last(dy), gamma.contiguous()
     scan = _scan(x, log_decay, cu_seqlens)
-    # With one split nothing comes before it, and the kernel is compiled without the sum over earlier ones.
+    # A single split has no earlier splits: the kernel is compiled without the sum over them.
     before = slopes = None
     if scan.num_splits > 1:
         before, slopes = _split_states(scan, x, gamma, reverse=False, with_slopes=True)
@@ -219,7 +219,7 @@ def _parameter_gradients(
 
 
 def _state_like(u: Tensor | None, x: Tensor, log_decay: Tensor) -> Tensor:
-    """A copy of a state, or zeros (B, D, E): what rows of no tokens hand on."""
+    """A copy of a state, or zeros (B, D, E): the state behind rows without tokens."""
     shape = x.shape[0], x.shape[2], log_decay.shape[0]
     return x.new_zeros(shape, dtype=torch.float32) if u is None else u.clone()
 
@@ -285,7 +285,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of ``_out_fwd``'s arguments; the cotangent of a result that is not used is None."""
+    """The gradients of ``_out_fwd``'s arguments; the cotangent of an unused result is None."""
     x, log_decay, gamma, u_in, cu_seqlens = ctx.saved_tensors
     dy = torch.zeros_like(x) if dy is None else dy
     dx, dlog_decay, dgamma, du = _gradients(x, log_decay, gamma, dy, u_in, dstate, cu_seqlens)
@@ -299,7 +299,7 @@ _out_fwd.register_autograd(_backward, setup_context=_save_inputs)
 def state_fwd(x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """u_loc and D, see ``chunked.state_fwd``."""
     num_rows, num_tokens, width = x.shape
-    # A sweep forward adds up x as it is; gamma is read by outputs alone.
+    # A forward sweep sums x alone; gamma is part of outputs only.
     local = _last_state(x, log_decay, x.new_empty(width, log_decay.shape[0]), cu_seqlens, False)
     through = powers(log_decay, torch.full((num_rows,), num_tokens, device=x.device), torch.float32)
     if cu_seqlens is None or not num_tokens:

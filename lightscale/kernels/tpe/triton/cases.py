@@ -11,7 +11,7 @@ from lightscale.kernels.tpe.triton.tiling import CHANNELS, PARAMETER_MODES, STEP
 
 
 def _case(name: str, kernel: Any, dtype: str, E: int, absent: tuple[str, ...], **constants: Any) -> KernelCase:
-    """One kernel for inputs of ``dtype`` and E modes; ``absent`` pointers are not given."""
+    """One kernel for inputs of ``dtype`` and E modes; ``absent`` names the pointers that are None."""
     fixed = {
         "E": E,
         "BLOCK_E": triton.next_power_of_2(max(16, E)),

@@ -1,12 +1,12 @@
-"""The Triton kernels of the scan: a sweep that gives outputs or the gradient of x, and one for the parameters.
+"""The Triton kernels of the scan: a sweep for outputs or the gradient of x, and one for the parameters.
 
-A sweep goes over a row's tokens in order, or in reverse for gradients, in steps of STEP tokens, with the states of
-BLOCK_D channels in registers, (E, D) tiles, so that no product needs a transposed operand. Rows are cut into
-splits that run side by side: each first adds up what the splits before it left, which a sweep without output
-has computed. "Before" and "last" are in the order of the sweep. ``documents`` (B, T) int32 number each row's
-documents, in order; only tokens of one document meet.
+A sweep reads a row's tokens in order, or in reverse for gradients, in steps of STEP tokens. The states of BLOCK_D
+channels stay in registers, in (E, D) tiles, so that no product needs a transposed operand. Rows are cut into splits
+that run side by side. Each split first sums the shares of the splits before it, which a sweep without output has
+computed. "Before" and "last" refer to the order of the sweep. ``documents`` (B, T) int32 number each row's documents,
+in order; only tokens of one document interact.
 
-``powers`` (STEP + 1, E) are λ^0 … λ^STEP, ``kappa`` (STEP, D) is Σ_r γ λ^τ, both made in fp64 and rounded once.
+``powers`` (STEP + 1, E) are λ^0 … λ^STEP, ``kappa`` (STEP, D) is Σ_r γ λ^τ, both computed in fp64 and rounded once.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _document(documents, token):
-    """The document of a token (int64); one for all when there are no boundaries."""
+    """The document of a token (int64); one document for all tokens without boundaries."""
     number = token * 0
     if documents is not None:
         number = tl.load(documents + token).to(tl.int64)
@@ -75,7 +75,7 @@ def _enter(
 
 @triton.jit
 def _documents(documents, tokens, inside, last):
-    """The documents of a step's tokens, -1 for those not inside, and of its last one."""
+    """The documents of a step's tokens, -1 outside the split, and the document of its last token."""
     own = tl.where(inside, 0, -1).to(tl.int64)
     behind = last * 0
     if documents is not None:
@@ -96,13 +96,13 @@ def _leave(
     own,
     document,
     behind,
-    weight,  # of what a token adds, or None for 1
+    weight,  # factor of a token's share, or None for 1
     E: tl.constexpr,
     READ: tl.constexpr,
     WITH_SLOPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The state and its slope behind a step: what entered, and the tokens of the document that continues behind it."""
+    """The state and its slope behind a step: the entering state, and the step's tokens of its last document."""
     goes_on = own == behind
     exponent = tl.where(goes_on, length - step - READ, -1)[None, :]
     write = _table(powers, exponent, mode[:, None], E)
@@ -127,8 +127,8 @@ def sweep(
     powers,
     kappa,
     gamma,  # (D, E)
-    entering,  # (B, D, E) fp32: the state before the first token, or None for zero, as from nothing
-    before,  # (B, S, E, D) fp32: what each split adds to the state, or None to begin from nothing
+    entering,  # (B, D, E) fp32: the state before the first token, or None for zero
+    before,  # (B, S, E, D) fp32: each split's share in the state, or None to begin from zero
     through,  # (E,) fp32: λ^split_tokens
     leaving,  # (B, S, E, D) fp32: the state behind each split, or None
     slopes_leaving,  # (B, S, E, D) fp32: its derivative by log λ, or None
@@ -151,8 +151,8 @@ def sweep(
 ):
     """u <- λ u + x and y = Σ γ u, token by token; in reverse u <- λ u + γ x behind y = Σ u.
 
-    In reverse the state is what the tokens that are passed add to the cotangent of a state, which is read before it
-    decays: READ is how many decays lie between a state and the token that reads it first.
+    In reverse the state is the share of the tokens so far in the cotangent of a state, which is read before it decays.
+    READ is the number of decays between a state and the token that reads it first.
     """
     READ: tl.constexpr = 0 if REVERSE else 1
     SIGN: tl.constexpr = -1 if REVERSE else 1
@@ -163,7 +163,7 @@ def sweep(
     mode = tl.arange(0, BLOCK_E)
     in_tile = (mode < E)[:, None] & (column < D)[None, :]
     of_row = column[None, :] * E + mode[:, None]  # in a (D, E) matrix
-    # Steps of the sweep are turned into tokens here and nowhere else.
+    # The only place that maps steps of the sweep to tokens.
     origin = row * 0
     if REVERSE:
         origin += T - 1
@@ -173,7 +173,7 @@ def sweep(
     if documents is not None:
         documents += row * T
 
-    # Every program adds up the splits before its own by itself: at most 15, and one launch less than a fold.
+    # Every program sums the splits before its own, at most 15: one launch less than a fold.
     state, slope, document = _enter(
         entering, before, None, through, documents, origin, row, mine, split_tokens, num_splits, mode, column, D, E,
         BLOCK_E, BLOCK_D, SIGN,
@@ -248,7 +248,7 @@ def parameter_sums(
 ):
     """Σ_t dy_t u_t and γ Σ_t dy_t v_t of each split, with v_t = ∂u_t / ∂log λ, computed beside u_t.
 
-    v_t = λ (v_{t-1} + u_{t-1}), so no cotangent of the state is needed, and one sweep in order is enough.
+    v_t = λ (v_{t-1} + u_{t-1}): one sweep in order suffices, without a cotangent of the state.
     """
     MODE_TILES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     tile = tl.program_id(1).to(tl.int64)
@@ -286,7 +286,7 @@ def parameter_sums(
         meet = (own[:, None] == own[None, :]) & (lag >= 0)
         pairs += tl.where(meet[:, :, None], dy_tile[:, None, :] * x_tile[None, :, :], 0.0)
 
-        # Queries of the document that entered the step; those of others read nothing from before it.
+        # Queries of the document that entered the step; queries of other documents read no earlier token.
         seen = tl.where((own == document)[:, None], dy_tile, 0.0)
         reads = tl.dot(read, seen, input_precision=PRECISION)
         reads_slope = tl.dot(read * read_exponent.to(tl.float32), seen, input_precision=PRECISION)

@@ -1,7 +1,7 @@
-"""Tiles of the Triton kernels of the scan; docs/reference/operators/tpe.md, "In Triton", says why."""
+"""Tiles of the Triton kernels of the scan; docs/reference/operators/tpe.md, "In Triton", gives the reasons."""
 
 STEP = 16
-"""Tokens of one step: the least that a matrix product takes."""
+"""Tokens of one step: the least of a matrix product."""
 
 CHANNELS = 16
 """Channels of one program: tiles of states (E, channels) are held in registers."""
