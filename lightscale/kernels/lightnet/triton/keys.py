@@ -137,8 +137,10 @@ def key_gradients(
             reference = tl.max(tl.where(depth < origin - RISE, depth, EMPTY), 0)
             more = tl.max(reference, 0) > EMPTY
             losses = query * tl.load(dq + at_partner, mask=in_partner, other=0.0).to(tl.float32)
-            # Finite, so that a factor of 0 drops another document's values.
-            losses = tl.minimum(tl.maximum(losses, -1e37), 1e37)
+            # Finite, so that a factor of 0 drops another document's values. NaN fails both comparisons; Triton's maximum
+            # passes it on in some versions.
+            losses = tl.where(losses > -1e37, losses, -1e37)
+            losses = tl.where(losses < 1e37, losses, 1e37)
             if turns is None:
                 grad_x = tl.dot(dscores, query.to(COMPUTE), input_precision=PRECISION)
             else:
