@@ -112,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Full disks and missing permissions occur wherever files are read or written, and are no bug.
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             advice = "free some space, or write to another disk"
+        elif error.errno == errno.EFBIG:
+            advice = "raise the limit of the size of files (`ulimit -f`)"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
             advice = "use another path, or change its type or permissions"
         else:

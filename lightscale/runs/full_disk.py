@@ -16,7 +16,8 @@ from lightscale.errors import UserError
 Record = dict[str, Any]
 Result = TypeVar("Result")
 
-_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# EFBIG: the limit of a file's size, which `prlimit` raises from outside.
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 # How long a launcher whose ranks have failed waits for its disk, and between two attempts.
 _PATIENCE_S, _PAUSE_S = 900.0, 1.0
 

@@ -29,6 +29,7 @@ from lightscale.training.checkpoints.directories import directory_name, list_ste
 from lightscale.training.checkpoints.manifest import read_manifest
 from lightscale.training.checkpoints.reading import DamagedCheckpoint
 from lightscale.training.health.check_result import CheckResult, Outcome, describe, merged
+from lightscale.training.health.limits import Needs, check_limits
 from lightscale.training.health.machine import Machine, host_name, judge_machine
 
 # fp32 weights and two moments, and what small files and other writers need meanwhile.
@@ -68,6 +69,11 @@ def check_ranks(config: RunConfig | None, directory: Path, ranks: Agreement, loc
         # Local ranks count from 0, so that this one alone proves that its machine has `local + 1` of them.
         own = judge_machine(machine, processes=local + 1, device=device)
         results += [replace(one, ranks=(rank,)) for one in own]
+    local_size = max(local_ranks) + 1
+    on_gpu = bool(machines[0].gpus) and device != "cpu"
+    needs = Needs.of(config, local_ranks=local_size, num_ranks=ranks.size, on_gpu=on_gpu)
+    limits = ranks.on_all(lambda: check_limits(needs))
+    results += [replace(one, ranks=(rank,)) for rank, own in enumerate(limits) for one in own]
     results = merged(results, ranks.size)
     if ranks.size > 1:
         results += [*judge_alike(machines), *check_clocks(ranks), *check_shared(ranks, directory)]
@@ -79,9 +85,11 @@ def check_ranks(config: RunConfig | None, directory: Path, ranks: Agreement, loc
 def check_machine(config: RunConfig | None, directory: Path, processes: int | None = None) -> list[CheckResult]:
     """The quick checks of this machine alone. `processes`: ranks that will run here, if known."""
     device = "auto" if config is None else config.train.device
-    machine = Machine.read()
+    machine, ranks = Machine.read(), processes or 1
+    on_gpu = bool(machine.gpus) and device != "cpu"
     return [
-        *judge_machine(machine, processes=processes or 1, device=device),
+        *judge_machine(machine, processes=ranks, device=device),
+        *check_limits(Needs.of(config, local_ranks=ranks, num_ranks=ranks, on_gpu=on_gpu)),
         *check_disk(config, directory),
     ]
 

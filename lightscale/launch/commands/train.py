@@ -44,6 +44,7 @@ from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE
 from lightscale.runs.run_directory import RunDirectory, Status
+from lightscale.training.health.limits import Needs, require_limits
 from lightscale.training.signals import DEADLINE_VARIABLE
 
 if TYPE_CHECKING:
@@ -150,7 +151,9 @@ def _launch_all(args: argparse.Namespace, directory: RunDirectory, deadline_s: f
     check_inputs(config, directory)
     processes = num_processes(config, args.processes)
     allocation = _allocation(args, config, processes)
-    check_divides(config, processes * (1 if allocation is None else allocation.num_nodes))
+    num_nodes = 1 if allocation is None else allocation.num_nodes
+    check_divides(config, processes * num_nodes)
+    _require_limits(config, processes, processes * num_nodes)
     if is_finished(directory, config, allow):
         print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
         return 0
@@ -185,6 +188,7 @@ def _launch_host(
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     processes = num_processes(config, args.processes)
     rendezvous.check()
+    _require_limits(config, processes, processes * rendezvous.num_nodes)
     # What fails while hosts meet is said in one line; torch would print warnings with stacks of its own before it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _say_loading()
@@ -215,6 +219,12 @@ def _launch_host(
 
 def _say_loading() -> None:
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
+
+
+def _require_limits(config: RunConfig, processes: int, num_ranks: int) -> None:
+    """Raise the limits of this process, which its ranks inherit, or refuse a start that would meet them."""
+    on_gpu = num_gpus(config) > 0
+    require_limits(Needs.of(config, local_ranks=processes, num_ranks=num_ranks, on_gpu=on_gpu))
 
 
 def _preload(config: RunConfig) -> None:

@@ -95,8 +95,8 @@ def _rank(
     os.environ.clear()
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    # Read by torch when it was imported.
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    # Read by torch when it was imported. The first number, where there is one for each level of nesting.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"].partition(",")[0]))
     # Nothing of what the launcher has made will ever be garbage, and looking through it takes long.
     gc.freeze()
     sys.exit(program(command))
