@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from lightscale import __version__
-from lightscale.errors import UserError, shortened
+from lightscale.errors import UserError, printable, shortened
 from lightscale.output.streams import LogStream, open_missing_streams
 
 EXIT_INTERRUPTED = 130
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _readable(message: str) -> str:
     """`message` with its longest lines and any excess lines cut."""
     # An argument that is not UTF-8 has characters that a stream may refuse.
-    text = message.encode(errors="backslashreplace").decode()
+    text = printable(message.encode(errors="backslashreplace").decode())
     lines = [shortened(line, _MOST_CHARACTERS) for line in text.splitlines()]
     more = len(lines) - _MOST_LINES
     return "\n".join([*lines[:_MOST_LINES], f"and {more:,} more lines"] if more > 0 else lines)

@@ -1,5 +1,10 @@
 """Errors that the user can correct: the command line prints them without a traceback. And words of messages."""
 
+import unicodedata
+
+# Control characters, and format characters such as overrides of the direction of writing.
+_OBEYED = frozenset({"Cc", "Cf"})
+
 
 class UserError(ValueError):
     """Wrong input. The message names the file or key, its value, and the remedy.
@@ -22,3 +27,13 @@ def shortened(text: str, most: int = 200) -> str:
         return text
     kept = most // 2
     return f"{text[:kept]}…{text[-kept // 2 :]} ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: escape sequences, other control characters and changes of direction are spelled out.
+
+    Names of files and contents of data may be anybody's; a terminal would obey them.
+    """
+    return "".join(
+        one if one in "\n\t" or unicodedata.category(one) not in _OBEYED else ascii(one)[1:-1] for one in text
+    )

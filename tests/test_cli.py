@@ -101,6 +101,15 @@ def test_other_errors_keep_their_traceback(command: ModuleType) -> None:
         main(["probe"])
 
 
+def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Colours, a title, and letters from right to left; letters of all languages stay."""
+    name = tmp_path / "a\x1b[31mred\x1b]0;title\x07\u202egpj\x9b2Jé中.toml"
+    assert main(["config", str(name)]) == 78
+    error = capsys.readouterr().err
+    assert r"a\x1b[31mred\x1b]0;title\x07\u202egpj\x9b2Jé中.toml" in error
+    assert all(one.isprintable() or one == "\n" for one in error)
+
+
 def test_interrupt_is_130(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     def run(args: Namespace) -> int:
         raise KeyboardInterrupt

@@ -310,9 +310,11 @@ class RunDirectory:
 
         An existing empty directory becomes the run's; a mount point too.
         """
-        parent = self.path.absolute().parent
+        # A directory cannot be renamed onto a link: the run is made where a link leads.
+        path = self.path.resolve() if self.path.is_symlink() else self.path.absolute()
         # Beside its later name: a rename is atomic only within one file system.
-        draft = parent / f".{self.path.name}.{uuid.uuid4().hex}"
+        parent = path.parent
+        draft = parent / f".{path.name}.{uuid.uuid4().hex}"
         try:
             if self.path.exists() and self._names():
                 return False
@@ -321,7 +323,7 @@ class RunDirectory:
             write_atomically(draft / self.config.name, to_toml(config))
             try:
                 # Fails if another process was faster: a directory cannot be renamed onto one that has files.
-                draft.rename(self.path)
+                draft.rename(path)
             except OSError as error:
                 # Nothing can be renamed onto a mount point, nor onto a directory that has what a mount point may have.
                 if error.errno not in (errno.EBUSY, errno.EXDEV, errno.ENOTEMPTY, errno.EEXIST) or self._names():

@@ -35,6 +35,19 @@ def test_a_new_run_stores_its_resolved_configuration(run: RunDirectory, tiny_con
     assert run.read_status() is None
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_leads_to_the_run(run: RunDirectory, tiny_config: MakeConfig, tmp_path: Path, exists: bool) -> None:
+    """To an empty directory, as of another disk, or to nothing yet."""
+    target = tmp_path / "disk" / "run"
+    (target if exists else target.parent).mkdir(parents=True)
+    run.path.parent.mkdir()
+    run.path.symlink_to(target)
+    assert run.create_or_open(tiny_config())
+    assert not run.create_or_open(tiny_config())
+    assert run.path.is_symlink() and load(target / "config.toml") == tiny_config()
+    assert [path.name for path in target.parent.iterdir()] == ["run"]
+
+
 def test_the_same_configuration_opens_the_run_again(run: RunDirectory, tiny_config: MakeConfig) -> None:
     assert run.create_or_open(tiny_config())
     stored = run.config.read_bytes()

@@ -137,8 +137,8 @@ def key_gradients(
             reference = tl.max(tl.where(depth < origin - RISE, depth, EMPTY), 0)
             more = tl.max(reference, 0) > EMPTY
             losses = query * tl.load(dq + at_partner, mask=in_partner, other=0.0).to(tl.float32)
-            # Finite, so that a factor of 0 drops another document's values. NaN fails both comparisons; Triton's maximum
-            # passes it on in some versions.
+            # Finite, so that a factor of 0 drops another document's values. NaN fails the comparison; some versions of
+            # Triton pass it on in a maximum.
             losses = tl.where(losses > -1e37, losses, -1e37)
             losses = tl.where(losses < 1e37, losses, 1e37)
             if turns is None:
