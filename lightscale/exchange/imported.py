@@ -104,10 +104,9 @@ def model_of(shape: Shape) -> ModelConfig:
         known = (mixer_options_type(name) or Section).model_fields
         own = {field: value for field, value in asdict(form).items() if field in known}
         options[name] = options.get(name, {}) | own
-    if "llama" in mixers:
-        attention = shape.attention
-        known = (mixer_options_type("llama") or Section).model_fields
-        options["llama"] = {
+    for name, attention in shape.attentions().items():
+        known = (mixer_options_type(name) or Section).model_fields
+        options[name] = {
             **{field: value for field, value in asdict(attention).items() if field in known},
             "attention_bias": "all" if attention.output_bias else "qkv" if attention.bias else "none",
         }

@@ -323,6 +323,7 @@ MIX: dict[str, Callable[..., Tensor]] = {
     "cosformer2": cosformer2,
     "lightnet": lightnet,
     "llama": llama,
+    "llama-local": llama,
     "noncausal": lightnet_whole,
     "lion-s": lion,
     "lion-fixed": lion,

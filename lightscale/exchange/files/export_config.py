@@ -125,6 +125,7 @@ class _Lightscale(_Known):
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"]
     tie_word_embeddings: bool
     softmax_attention: _SoftmaxAttention | None = None
+    local_attention: _SoftmaxAttention | None = None
     lightnet_causal: bool = True
     lion: dict[str, _Lion] = {}
     pooling: Literal["mean", "first", "last"] = "mean"
@@ -376,6 +377,7 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         "glu_activation": shape.glu_activation,
         "norm": shape.norm,
         **({} if shape.attention == Attention() else {"softmax_attention": asdict(shape.attention)}),
+        **({} if shape.local_attention == Attention() else {"local_attention": asdict(shape.local_attention)}),
         **({} if shape.lightnet_causal else {"lightnet_causal": False}),
         **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
         **(_labels(shape, facts.classes) if shape.task == "classify" else {}),
@@ -434,6 +436,7 @@ def read_config(path: Path) -> tuple[Shape, int]:
             glu_activation=own.glu_activation,
             norm=own.norm,
             attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
+            local_attention=Attention() if own.local_attention is None else own.local_attention.attention(),
             scalar_decay=ScalarDecay() if own.scalar_decay is None else ScalarDecay(**own.scalar_decay.model_dump()),
             tied=own.tie_word_embeddings,
             lightnet_causal=own.lightnet_causal,
@@ -518,17 +521,21 @@ def _check_lion(shape: Shape, path: Path) -> None:
 
 def _check_heads(shape: Shape, path: Path) -> None:
     """UserError for heads that no model can have."""
-    heads, attention = shape.num_attention_heads, shape.attention
-    if shape.hidden_size % heads and (attention.head_dim is None or own_class(shape) is None):
+    heads, attentions = shape.num_attention_heads, shape.attentions()
+    has_width = {*shape.mixers} == {name for name, attention in attentions.items() if attention.head_dim is not None}
+    if shape.hidden_size % heads and not has_width:
         raise UserError(f"{path}: hidden_size = {shape.hidden_size} is not divisible by num_attention_heads = {heads}")
-    if (shared := attention.num_key_value_heads) is not None and heads % shared:
-        raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
-    width = attention.head_dim or shape.hidden_size // heads
-    turned = "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope"
-    rotated = int(width * attention.rope_fraction) if attention.positions == "rope" else 0
-    if "llama" in shape.mixers and rotated % 2 and rotated < width:
-        raise UserError(f"{path}: {rotated} of {width} channels are rotated; rotary positions need an even number")
-    if (("llama" in shape.mixers and rotated) or turned) and width % 2:
+    for attention in attentions.values():
+        if (shared := attention.num_key_value_heads) is not None and heads % shared:
+            raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
+        width = attention.head_dim or shape.hidden_size // heads
+        rotated = int(width * attention.rope_fraction) if attention.positions == "rope" else 0
+        if rotated % 2 and rotated < width:
+            raise UserError(f"{path}: {rotated} of {width} channels are rotated; rotary positions need an even number")
+        if rotated and width % 2:
+            raise UserError(f"{path}: heads of {width} channels; rotary positions need an even number")
+    width = shape.hidden_size // heads
+    if "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope" and width % 2:
         raise UserError(f"{path}: heads of {width} channels; rotary positions need an even number")
 
 

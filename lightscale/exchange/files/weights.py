@@ -21,7 +21,7 @@ from lightscale.errors import UserError
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import Attention, RopeScaling, ToeplitzForm
-from lightscale.exchange.plain.model import FORMS, MIXER_NAMES, MixerForm, PlainModel, Shape, model_of
+from lightscale.exchange.plain.model import FORMS, MIXER_NAMES, SOFTMAX_MIXERS, MixerForm, PlainModel, Shape, model_of
 from lightscale.exchange.plain.relation import RelationForm
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
@@ -120,7 +120,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
         raise UserError(f"model.mixer: {unknown[0]} cannot be loaded or exported; use one of {', '.join(MIXER_NAMES)}")
     _require_known(model)
-    ranks, attention, scalar_decay = {}, Attention(), ScalarDecay()
+    ranks, attentions, scalar_decay = {}, dict[str, Attention](), ScalarDecay()
     lion, lightnet_causal, forms = dict[str, Lion](), True, dict[str, MixerForm]()
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
@@ -136,7 +136,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         elif isinstance(options, DecayAttentionOptions):
             scalar_decay = ScalarDecay(**options.model_dump(exclude={"gate_rank", "initial_decay"}))
         elif isinstance(options, LLaMAOptions):
-            attention = _attention(model, layer, options)
+            attentions[name] = _attention(model, layer, options)
     return Shape(
         vocab_size=vocab_size,
         hidden_size=model.hidden_size,
@@ -147,7 +147,8 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         glu_activation=model.glu_activation,
         norm=model.norm,
         rms_norm_eps=model.norm_eps,
-        attention=attention,
+        attention=attentions.get("llama", Attention()),
+        local_attention=attentions.get("llama-local", Attention()),
         scalar_decay=scalar_decay,
         tied=model.tie_word_embeddings,
         lightnet_causal=lightnet_causal,
@@ -177,8 +178,8 @@ def _require_known(model: ModelConfig) -> None:
     """UserError for what is otherwise than usual in a way that the plain model does not know."""
     tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, _OF_MODEL)]
     for name in dict.fromkeys(model.layers):
-        if name in FORMS or name == "llama":
-            known = _OF_LLAMA if name == "llama" else _ELSEWHERE | {field.name for field in fields(FORMS[name])}
+        if name in FORMS or name in SOFTMAX_MIXERS:
+            known = _OF_LLAMA if name in SOFTMAX_MIXERS else _ELSEWHERE | {one.name for one in fields(FORMS[name])}
             tables.append((f"model.mixer_options.{name}", model.layer_options(model.layers.index(name)), known))
     for table, values, known in tables:
         for key, field in type(values).model_fields.items():

@@ -30,9 +30,11 @@ from lightscale.exchange.plain.mixers import (
 from lightscale.exchange.plain.operators import rms_norm, token_positions, wide_dtype
 from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
 
+SOFTMAX_MIXERS = ("llama", "llama-local")
+"""Two kinds of layers that attend by softmax, each with a shape of its own."""
 MIXER_NAMES = (
-    *("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "decay-attention"),
-    *(*LION_MIXERS, *RELATION_MIXERS, *DELTA_MIXERS),
+    *("tnl", "hgrn2", "cosformer2", "lightnet", "decay-attention"),
+    *(*SOFTMAX_MIXERS, *LION_MIXERS, *RELATION_MIXERS, *DELTA_MIXERS),
 )
 """What ``Shape.mixers`` can name."""
 MixerForm = GatedForm | HGRN2Form | RelationForm | DeltaForm
@@ -67,7 +69,9 @@ class Shape:
     """srmsnorm, which has no weight, rmsnorm, or layernorm, which has none."""
     rms_norm_eps: float = 1e-6
     attention: Attention = field(default_factory=Attention)
-    """Of the layers that attend by softmax."""
+    """Of the layers "llama", which attend by softmax."""
+    local_attention: Attention = field(default_factory=Attention)
+    """Of the layers "llama-local", a second kind of these."""
     scalar_decay: ScalarDecay = field(default_factory=ScalarDecay)
     """Of the layers that have one."""
     tied: bool = True
@@ -96,9 +100,13 @@ class Shape:
         whole = {*LION_MIXERS, "bi-rn"}
         if not self.lightnet_causal:
             whole.add("lightnet")
-        if not self.attention.causal:
-            whole.add("llama")
+        whole.update(name for name, attention in self.attentions().items() if not attention.causal)
         return bool(whole & {*self.mixers})
+
+    def attentions(self) -> dict[str, Attention]:
+        """Those of the softmax layers that the model has, by mixer."""
+        both = zip(SOFTMAX_MIXERS, (self.attention, self.local_attention), strict=True)
+        return {name: attention for name, attention in both if name in self.mixers}
 
     def encodes(self) -> bool:
         """Whether a layer asks for the positional encoding behind the embedding."""
@@ -165,8 +173,8 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
             return LightNetMixer(*sizes, form=form, gate_rank=rank, causal=shape.lightnet_causal, eps=eps)
         case "hgrn2":
             return HGRN2Mixer(*sizes, form=form, eps=eps)
-        case "llama":
-            return SoftmaxMixer(*sizes, attention=shape.attention, eps=eps)
+        case "llama" | "llama-local":
+            return SoftmaxMixer(*sizes, attention=shape.attentions()[name], eps=eps)
         case "decay-attention":
             return DecayMixer(*sizes, form=shape.scalar_decay, gate_rank=rank, eps=eps)
     if name in DELTA_MIXERS:

@@ -46,6 +46,7 @@ class LightscaleConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         softmax_attention: dict[str, Any] | None = None,
+        local_attention: dict[str, Any] | None = None,
         lightnet_causal: bool = True,
         lion: dict[str, dict[str, Any]] | None = None,
         pooling: str = "mean",
@@ -61,8 +62,8 @@ class LightscaleConfig(PreTrainedConfig):
         self.mixers, self.gate_ranks = list(mixers), dict(gate_ranks or {})
         self.glu_activation, self.norm, self.rms_norm_eps = glu_activation, norm, rms_norm_eps
         self.initializer_range = initializer_range
-        # The fields of ``Attention``.
-        self.softmax_attention = softmax_attention
+        # The fields of ``Attention``, of the mixers "llama" and "llama-local".
+        self.softmax_attention, self.local_attention = softmax_attention, local_attention
         self.lightnet_causal, self.pooling = lightnet_causal, pooling
         # The fields of ``Lion``, by mixer.
         self.lion = lion or {}
@@ -76,9 +77,7 @@ class LightscaleConfig(PreTrainedConfig):
 
     def shape(self) -> Shape:
         """What the modules are made of."""
-        attention = dict(self.softmax_attention or {})
-        if attention.get("rope_scaling") is not None:
-            attention["rope_scaling"] = RopeScaling(**attention["rope_scaling"])
+        attention, local = (_attention(table or {}) for table in (self.softmax_attention, self.local_attention))
         return Shape(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -89,7 +88,8 @@ class LightscaleConfig(PreTrainedConfig):
             glu_activation=self.glu_activation,
             norm=self.norm,
             rms_norm_eps=self.rms_norm_eps,
-            attention=Attention(**attention),
+            attention=attention,
+            local_attention=local,
             scalar_decay=ScalarDecay(**(self.scalar_decay or {})),
             tied=self.tie_word_embeddings,
             lightnet_causal=self.lightnet_causal,
@@ -100,6 +100,11 @@ class LightscaleConfig(PreTrainedConfig):
             toeplitz=ToeplitzForm(**(self.toeplitz or {})),
             learned_positions=self.learned_positions,
         )
+
+
+def _attention(table: dict[str, Any]) -> Attention:
+    scaling = table.get("rope_scaling")
+    return Attention(**table | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
 
 
 class StateCache:
