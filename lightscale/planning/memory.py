@@ -153,7 +153,9 @@ def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
         # The states of all tokens that are pooled, in fp32, and their gradient.
         return 2 * tokens * width * _FP32_BYTES
     rows = _output_rows(work, tensor)
-    logits = loss_chunk_tokens(tokens, rows * size) * rows * size
+    # With a cap, its derivative in fp32 too.
+    values = size + (_FP32_BYTES if work.model.final_logit_cap is not None else 0)
+    logits = loss_chunk_tokens(tokens, rows * size) * rows * values
     # The weight's gradient is summed in fp32, and rounded when the logits of the last chunk are gone.
     rounded = rows * width * size if size < _FP32_BYTES else 0
     hidden = tokens * width * size

@@ -26,7 +26,10 @@ from lightscale.training.checkpoints.schema import checked
 
 NAME = "config.json"
 _MOST_BYTES = 1 << 22
-_ACTIVATIONS = {"none": "linear", "silu": "silu"}
+_OF_NORMS = ("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap")
+"""Fields of ``Shape`` that config.json has where they are not as usual."""
+_USUAL = {field.name: field.default for field in fields(Shape)}
+_ACTIVATIONS = {"none": "linear", "silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Of LLaMA's linear units, as transformers names them."""
 
 _Width = Annotated[int, Field(ge=1, le=2**20)]
@@ -72,6 +75,7 @@ class _SoftmaxAttention(_Exact):
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     output_gate: bool = False
     window: _Tokens | None = None
+    softmax_scale: _Positive | None = None
     attention_logit_cap: _Positive | None = None
     attention_sinks: bool = False
 
@@ -121,8 +125,12 @@ class _Lightscale(_Known):
     architectures: Annotated[list[str], Field(min_length=1, max_length=1)]
     mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
     gate_ranks: dict[str, _Width]
-    glu_activation: Literal["none", "silu"]
+    glu_activation: Literal["none", "silu", "gelu_tanh"]
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"]
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    zero_centered_norm: bool = False
+    embedding_multiplier: _Positive = 1.0
+    final_logit_cap: _Positive | None = None
     tie_word_embeddings: bool
     softmax_attention: _SoftmaxAttention | None = None
     local_attention: _SoftmaxAttention | None = None
@@ -252,6 +260,7 @@ _IN_NO_CLASS = (
     "positions",
     "rope_fraction",
     "output_gate",
+    "softmax_scale",
     "attention_logit_cap",
     "attention_sinks",
 )
@@ -264,6 +273,8 @@ def own_class(shape: Shape) -> str | None:
     if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm" or shape.task != "causal" or not attention.causal:
         return None
     if not shape.final_norm or not shape.intermediate_size:
+        return None
+    if any(getattr(shape, key) != _USUAL[key] for key in _OF_NORMS):
         return None
     usual = Attention()
     if any(getattr(attention, name) != getattr(usual, name) for name in _IN_NO_CLASS) or attention.qk_norm == "all":
@@ -376,6 +387,7 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         "gate_ranks": dict(shape.gate_ranks),
         "glu_activation": shape.glu_activation,
         "norm": shape.norm,
+        **{key: value for key in _OF_NORMS if (value := getattr(shape, key)) != _USUAL[key]},
         **({} if shape.attention == Attention() else {"softmax_attention": asdict(shape.attention)}),
         **({} if shape.local_attention == Attention() else {"local_attention": asdict(shape.local_attention)}),
         **({} if shape.lightnet_causal else {"lightnet_causal": False}),
@@ -435,6 +447,7 @@ def read_config(path: Path) -> tuple[Shape, int]:
             gate_ranks=own.gate_ranks,
             glu_activation=own.glu_activation,
             norm=own.norm,
+            **{key: getattr(own, key) for key in _OF_NORMS},
             attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
             local_attention=Attention() if own.local_attention is None else own.local_attention.attention(),
             scalar_decay=ScalarDecay() if own.scalar_decay is None else ScalarDecay(**own.scalar_decay.model_dump()),

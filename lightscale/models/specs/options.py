@@ -271,6 +271,8 @@ class LLaMAOptions(Section):
     """Whether that norm multiplies by 1 + weight, as in Qwen3-Next and Gemma 3; false: by the weight."""
     window: SequenceLength | None = None
     """Tokens that one sees, itself the last of them (transformers' sliding_window); none: all before it."""
+    softmax_scale: Positive | None = None
+    """Factor of scores; none: head_dim ^ -0.5. Gemma 2: its query_pre_attn_scalar ^ -0.5."""
     attention_logit_cap: Positive | None = None
     """Most of a score before the softmax, by tanh, as in Gemma 2; none: scores are not limited."""
     attention_sinks: bool = False
