@@ -172,6 +172,8 @@ def _blocks(export: Export, boxes: Sequence[Box], parts: Sequence[list[Part]]) -
                 drawn = torch.empty(rows_shape).normal_(std=_PADDING_STD, generator=generator)
                 yield drawn.view(-1).view(torch.uint8).numpy().data
                 continue
-            rows = TensorRows(key=export.rows(part.name).key, ranges=((part.first, part.first + len(part.rows)),))
+            place = export.rows(part.name)
+            first = part.first + (place.ranges[0][0] if place.ranges else 0)
+            rows = TensorRows(key=place.key, ranges=((first, first + len(part.rows)),))
             for block in export.tensors.blocks(rows):
                 yield block.float().reshape(-1).view(torch.uint8).numpy().data
