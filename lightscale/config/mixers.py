@@ -62,6 +62,13 @@ _DECAY_ATTENTION = "lightscale.models.specs.decay_attention"
 _DELTA_NET = "lightscale.models.specs.delta_net"
 _CHECK_DELTA_NET = f"{_DELTA_NET}:check_delta_net"
 _CHECK_RELATION = "lightscale.models.specs.relation:check_relation"
+_LLAMA = _built_in(
+    "llama",
+    "LLaMA",
+    options=f"{_OPTIONS}:LLaMAOptions",
+    directions=CAUSAL | BIDIRECTIONAL,
+    check=f"{_OPTIONS}:check_llama",
+)
 
 MIXERS: dict[str, MixerEntry] = {
     "tnl": _built_in("tnl", "TNL", options=f"{_OPTIONS}:TNLOptions"),
@@ -70,13 +77,9 @@ MIXERS: dict[str, MixerEntry] = {
     "lightnet": _built_in(
         "lightnet", "LightNet", options=f"{_OPTIONS}:LightNetOptions", directions=CAUSAL | BIDIRECTIONAL
     ),
-    "llama": _built_in(
-        "llama",
-        "LLaMA",
-        options=f"{_OPTIONS}:LLaMAOptions",
-        directions=CAUSAL | BIDIRECTIONAL,
-        check=f"{_OPTIONS}:check_llama",
-    ),
+    "llama": _LLAMA,
+    # A second kind of softmax attention, for stacks of local and global layers: options are by name.
+    "llama-local": _LLAMA,
     "lion-lit": _built_in("lion", "LionLIT", options=f"{_OPTIONS}:LionLITOptions", directions=BIDIRECTIONAL),
     "lion-retnet": _built_in("lion", "LionRetNet", options=f"{_OPTIONS}:LionOptions", directions=BIDIRECTIONAL),
     "lion-s": _built_in("lion", "LionS", options=f"{_OPTIONS}:LionSOptions", directions=BIDIRECTIONAL),

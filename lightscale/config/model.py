@@ -12,7 +12,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
 from lightscale.config.mixers import Direction, known_mixers, mixer_entry, mixer_options_type
-from lightscale.config.section import MOST_LAYERS, Ids, Section, Small, Width, WidthOrZero, error_inside
+from lightscale.config.section import MOST_LAYERS, Ids, Positive, Section, Small, Width, WidthOrZero, error_inside
 from lightscale.errors import shortened
 
 _MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_-]*)(\*(?P<count>[1-9][0-9]*))?")
@@ -60,15 +60,24 @@ class ModelConfig(Section):
     """Table of the output layer for labels of documents, for task.name = "classify"; none: predict tokens."""
     tpe: TPEConfig | None = None
     """Table of a non-default TPE after the embedding; none: the default one, for mixers that use it."""
-    glu_activation: Literal["none", "silu"] = "none"
-    """Activation of the gate in the gated linear unit."""
+    glu_activation: Literal["none", "silu", "gelu_tanh"] = "none"
+    """Activation of the gate in the gated linear unit; gelu_tanh: GELU by its formula with tanh, as in Gemma."""
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm"
-    """Norm before each mixer, before each gated linear unit, and at the end. srmsnorm and layernorm have no weight;
+    """Norm of each mixer, of each gated linear unit, and at the end. srmsnorm and layernorm have no weight;
     layernorm also subtracts the mean (CausalRN)."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Norms in a block: pre, on the inputs of mixer and gated linear unit; post, on their outputs, before they join the
+    residual stream (OLMo 2); both (Gemma 2)."""
+    zero_centered_norm: bool = False
+    """Whether the norms multiply by 1 + weight, as in Gemma 2 and Qwen3-Next; false: by the weight. With rmsnorm."""
     final_norm: bool = True
     """Whether a norm precedes the output layer; false as in arXiv 2406.16690, equations 7, 11, 15, 19."""
     norm_eps: Small = 1e-6
     """Constant added to the mean square (or variance) in the norms."""
+    embedding_multiplier: Positive = 1.0
+    """Factor of embedded tokens, rounded to the dtype of the activations; Gemma: sqrt(hidden_size)."""
+    final_logit_cap: Positive | None = None
+    """Most of a logit, by tanh, as in Gemma 2 (transformers' final_logit_softcapping); none: no limit."""
     init_std: Small = 0.02
     """Standard deviation of the initial weights; for output projections divided by sqrt(2 num_layers), or by
     sqrt(num_layers) in blocks without a gated linear unit."""
@@ -142,6 +151,16 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.zero_centered_norm and self.norm != "rmsnorm":
+            raise ValueError(
+                f'model.zero_centered_norm = true with model.norm = "{self.norm}", which has no weight; use '
+                'model.norm = "rmsnorm"'
+            )
+        if self.final_logit_cap is not None and self.head is not None:
+            raise ValueError(
+                f"model.final_logit_cap = {self.final_logit_cap} with model.head: logits of labels have no limit; "
+                "remove model.final_logit_cap"
+            )
         has_width = (getattr(self.mixer_options.get(name), "head_dim", None) for name in {*self.layers})
         if self.hidden_size % self.num_heads and not all(has_width):
             raise ValueError(

@@ -3,7 +3,7 @@
 DIR/model-….safetensors, model.safetensors.index.json   the weights, straight from the checkpoint's files
     config.json, generation_config.json                 the shape, and the tokens that begin and end documents;
                                                         the second of models that generate
-    modeling_lightscale.py                              the model in plain PyTorch; none for LLaMA or fla
+    modeling_lightscale.py                              the model in plain PyTorch; none for transformers' own or fla's
     tokenizer.json, tokenizer_config.json               the tokenizer as transformers reads it
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
     README.md                                           the model card

@@ -10,6 +10,7 @@ from lightscale.data_pipeline.tokenizers.interface import read_file
 from lightscale.errors import UserError
 from lightscale.exchange.files import export_config, tokenizer_files
 from lightscale.exchange.files.checksums import require_unchanged
+from lightscale.exchange.files.own_classes import tensor_places, whole_shapes
 from lightscale.exchange.files.safetensors_files import INDEX, SINGLE, open_shard, read_shards
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
@@ -34,13 +35,15 @@ class Export:
     """The length of sequences that the model was trained on."""
     tokenizer: Tokenizer
     tensors: StoredTensors
+    places: dict[str, TensorRows]
+    """Where the files have the tensors of the plain model."""
     classes: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
     def rows(self, name: str) -> TensorRows:
         """Where the weight ``name`` of the plain model is; of the vocabulary's rows, those in use."""
-        ranges = ((0, self.shape.vocab_size),) if name in _OF_VOCABULARY else None
-        return TensorRows(key=export_config.tensor_name(self.shape, name), ranges=ranges)
+        place = self.places[name]
+        return replace(place, ranges=((0, self.shape.vocab_size),)) if name in _OF_VOCABULARY else place
 
     def read(self, name: str) -> Tensor:
         """See ``OpenedModel``."""
@@ -64,7 +67,7 @@ def open_export(directory: Path) -> Export:
         pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in directory.glob(f"*.{suffix}"))
         why = f"; {pickles[0]} could run code when loaded and is not read" if pickles else ""
         raise UserError(f"{directory}: has neither {SINGLE} nor {INDEX}{why}; save the model as safetensors")
-    shape, max_tokens = export_config.read_config(directory / export_config.NAME)
+    shape, max_tokens, own_type = export_config.read_config(directory / export_config.NAME)
     if unknown := [name for name in shape.mixers if name not in MIXER_NAMES]:
         raise UserError(
             f"{directory / export_config.NAME}: unknown mixer {unknown[0]!r}; use one of {', '.join(MIXER_NAMES)}"
@@ -73,8 +76,8 @@ def open_export(directory: Path) -> Export:
         name: [entry for entry in entries if not entry.box.key.endswith(_COMPUTED)]
         for name, entries in read_shards(directory).items()
     }
-    tensors = StoredTensors(directory, headers, open_shard)
-    expected = {export_config.tensor_name(shape, name): size for name, size in tensor_shapes(shape).items()}
+    tensors, places = StoredTensors(directory, headers, open_shard), tensor_places(shape, own_type)
+    expected = whole_shapes(places, tensor_shapes(shape))
     tensors.check({name: TensorRows(key=name) for name in expected}, expected)
     is_masked = shape.task == "masked"
     tokenizer = _tokenizer(directory, shape)
@@ -95,6 +98,7 @@ def open_export(directory: Path) -> Export:
         max_tokens=max_tokens,
         tokenizer=tokenizer,
         tensors=tensors,
+        places=places,
         classes=_classes(directory, shape),
     )
 

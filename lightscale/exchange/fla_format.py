@@ -70,7 +70,10 @@ class FlaFormat(ExportFormat):
             reasons.append("llama: fla's rotary angles are not scaled, and rope_scaling slows the slow ones down")
         if softmax and (attention.positions == "none" or attention.rope_fraction < 1):
             reasons.append("llama: fla's attention rotates all channels of queries and keys")
-        for name in ("window", "attention_logit_cap", "attention_sinks") if softmax else ():
+        for name in ("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap"):
+            if (value := getattr(shape, name)) != getattr(Shape, name):
+                reasons.append(f"model.{name} = {toml_value(value)} is not written for fla")
+        for name in ("window", "softmax_scale", "attention_logit_cap", "attention_sinks") if softmax else ():
             if (value := getattr(attention, name)) not in (None, False):
                 reasons.append(f"llama: {name} = {toml_value(value)} is not written for fla")
         if softmax and attention.output_gate:

@@ -104,10 +104,9 @@ def model_of(shape: Shape) -> ModelConfig:
         known = (mixer_options_type(name) or Section).model_fields
         own = {field: value for field, value in asdict(form).items() if field in known}
         options[name] = options.get(name, {}) | own
-    if "llama" in mixers:
-        attention = shape.attention
-        known = (mixer_options_type("llama") or Section).model_fields
-        options["llama"] = {
+    for name, attention in shape.attentions().items():
+        known = (mixer_options_type(name) or Section).model_fields
+        options[name] = {
             **{field: value for field, value in asdict(attention).items() if field in known},
             "attention_bias": "all" if attention.output_bias else "qkv" if attention.bias else "none",
         }
@@ -124,6 +123,10 @@ def model_of(shape: Shape) -> ModelConfig:
             "tie_word_embeddings": shape.tied,
             "glu_activation": shape.glu_activation,
             "norm": shape.norm,
+            "norm_placement": shape.norm_placement,
+            "zero_centered_norm": shape.zero_centered_norm,
+            "embedding_multiplier": shape.embedding_multiplier,
+            "final_logit_cap": shape.final_logit_cap,
             "norm_eps": shape.rms_norm_eps,
             "final_norm": shape.final_norm,
             "tpe": None if shape.toeplitz == ToeplitzForm() else asdict(shape.toeplitz),
@@ -169,6 +172,8 @@ def _blocks(export: Export, boxes: Sequence[Box], parts: Sequence[list[Part]]) -
                 drawn = torch.empty(rows_shape).normal_(std=_PADDING_STD, generator=generator)
                 yield drawn.view(-1).view(torch.uint8).numpy().data
                 continue
-            rows = TensorRows(key=export.rows(part.name).key, ranges=((part.first, part.first + len(part.rows)),))
+            place = export.rows(part.name)
+            first = part.first + (place.ranges[0][0] if place.ranges else 0)
+            rows = TensorRows(key=place.key, ranges=((first, first + len(part.rows)),))
             for block in export.tensors.blocks(rows):
                 yield block.float().reshape(-1).view(torch.uint8).numpy().data

@@ -6,6 +6,7 @@ import math
 import xxhash
 
 from lightscale.config.schema import RunConfig
+from lightscale.exchange.plain.model import SOFTMAX_MIXERS
 from lightscale.exchange.trained import TrainedRun
 from lightscale.records import read_records
 from lightscale.runs.run_directory import RunDirectory
@@ -92,8 +93,8 @@ def _task(run: TrainedRun) -> str:
 def _about(config: RunConfig) -> str:
     if config.task.name != "causal":
         return ""
-    if "llama" in config.model.layers:
-        kind = "Its layers" if {*config.model.layers} == {"llama"} else "Some of its layers"
+    if softmax := {*config.model.layers} & {*SOFTMAX_MIXERS}:
+        kind = "Its layers" if {*config.model.layers} == softmax else "Some of its layers"
         return f"{kind} use softmax attention, so the memory of generation grows with the text."
     return "Its layers mix tokens linearly: generation takes constant memory and time per token."
 

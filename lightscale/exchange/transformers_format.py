@@ -1,11 +1,13 @@
 """What transformers loads: LLaMA as its own classes, all others with the one modelling file that an export brings."""
 
+import itertools
 from typing import Any
 
 import torch
 
 from lightscale.exchange.files import export_config, modelling_file
 from lightscale.exchange.files.export_config import ConfigFacts
+from lightscale.exchange.files.own_classes import whole_shapes
 from lightscale.exchange.files.safetensors_files import Written
 from lightscale.exchange.files.weights import kept_dtype
 from lightscale.exchange.formats import ExportFormat
@@ -36,14 +38,17 @@ class TransformersFormat(ExportFormat):
 
     def tensors(self, run: TrainedRun, dtype: torch.dtype) -> list[Written]:
         """See ``ExportFormat``."""
+        places = export_config.written_places(run.shape)
+        shapes = whole_shapes(places, {name: run.tensors.shape(rows) for name, rows in run.rows.items()})
+        parts = {key: [name for name in run.rows if places[name].key == key] for key in shapes}
         return [
             Written(
-                name=export_config.tensor_name(run.shape, name),
-                dtype=kept_dtype(name, dtype),
-                shape=run.tensors.shape(rows),
-                blocks=run.tensors.blocks(rows),
+                name=key,
+                dtype=kept_dtype(key, dtype),
+                shape=shapes[key],
+                blocks=itertools.chain.from_iterable(run.tensors.blocks(run.rows[name]) for name in names),
             )
-            for name, rows in run.rows.items()
+            for key, names in parts.items()
         ]
 
     def code(self, shape: Shape) -> dict[str, str]:

@@ -64,11 +64,18 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
         if g:
             shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
         if weighted_norm:
-            norms = ("input_layernorm", "pre_mlp_layernorm")[: 2 if g else 1]
-            shapes |= {f"{block}.{norm}.weight": (d,) for norm in norms}
+            shapes |= {f"{block}.{norm}.weight": (d,) for norm in block_norms(model) if norm is not None}
     if weighted_norm and model.final_norm:
         shapes["decoder.final_layernorm.weight"] = (d,)
     return shapes
+
+
+def block_norms(model: ModelConfig) -> tuple[str | None, ...]:
+    """The norms before and behind the mixer, before and behind the gated linear unit, by name; None: there is none."""
+    has_pre, has_post = model.norm_placement != "post", model.norm_placement != "pre"
+    before = ("input_layernorm", "pre_mlp_layernorm") if has_pre else (None, None)
+    behind = ("self_attn_bda.layernorm", "mlp_bda.layernorm") if has_post else (None, None)
+    return (before[0], behind[0], before[1], behind[1])[: 4 if model.intermediate_size else 2]
 
 
 def parameter_terms(model: ModelConfig) -> dict[str, int]:

@@ -25,7 +25,10 @@ _FIXED = ("hidden_size", "num_layers", "intermediate_size")
 """Settings that two models must share, because hardly any weight would fit without them."""
 _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Have a row for each id."""
-_OTHERS = ("num_heads", "glu_activation", "norm", "final_norm", "norm_eps")
+_OTHERS = (
+    *("num_heads", "glu_activation", "norm", "norm_placement", "zero_centered_norm", "final_norm", "norm_eps"),
+    *("embedding_multiplier", "final_logit_cap"),
+)
 """Settings that may differ, and change the function of kept weights; with options of mixers that both have."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
 

@@ -284,9 +284,10 @@ def _glu(draw: _Draw) -> _Case:
 def _cross_entropy(draw: _Draw) -> _Case:
     rows, width = padded_vocab_size(draw.model.vocab_size, draw.tensor) // draw.tensor, draw.model.hidden_size
     labels = torch.arange(_LOSS_TOKENS, device=draw.device) * 7919 % rows
+    options: dict[str, Any] = {"labels": labels, "num_ids": rows, "cap": draw.model.final_logit_cap}
     return _Case(
         inputs={"hidden": draw(_LOSS_TOKENS, width), "weight": 0.02 * draw(rows, width)},
-        compute=lambda backend, **x: linear_cross_entropy(**x, labels=labels, num_ids=rows, backend=backend),
+        compute=lambda backend, **x: linear_cross_entropy(**x, **options, backend=backend),
     )
 
 

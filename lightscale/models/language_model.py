@@ -20,10 +20,18 @@ from lightscale.models.accounting import padded_vocab_size
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
-from lightscale.models.layers.linear import GatedLinearUnit, OutputLayer, leave_unset, tokens_of_channels
+from lightscale.models.layers.linear import (
+    ACTIVATIONS,
+    GatedLinearUnit,
+    OutputLayer,
+    leave_unset,
+    soft_capped,
+    tokens_of_channels,
+)
 from lightscale.models.layers.norms import (
     LayerNorm,
     LayerNormAndInput,
+    NormedSum,
     RMSNorm,
     RMSNormAndInput,
     SRMSNorm,
@@ -60,10 +68,6 @@ _NORMS_AND_INPUT = {"srmsnorm": SRMSNormAndInput, "rmsnorm": RMSNormAndInput, "l
 _ROWS_AT_ONCE = 256
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def _recompute(recompute: Recompute, num_layers: int) -> dict[str, Any]:
     """Megatron's options; its "block" recomputes the first so many layers of each stage, one by one."""
     if recompute == "none":
@@ -71,9 +75,6 @@ def _recompute(recompute: Recompute, num_layers: int) -> dict[str, Any]:
     if recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": num_layers}
-
-
-_ACTIVATIONS = {"none": _identity, "silu": F.silu}
 
 
 def transformer_config(
@@ -96,8 +97,9 @@ def transformer_config(
         num_attention_heads=model.num_heads,
         ffn_hidden_size=model.intermediate_size,
         gated_linear_unit=True,
-        activation_func=_ACTIVATIONS[model.glu_activation],
+        activation_func=ACTIVATIONS[model.glu_activation],
         layernorm_epsilon=model.norm_eps,
+        layernorm_zero_centered_gamma=model.zero_centered_norm,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -138,18 +140,24 @@ def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
     return add
 
 
-def _layer_spec(model: ModelConfig, mixer: str) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> ModuleSpec:
     norm, options = _NORMS[model.norm], model.mixer_options.get(mixer)
+    has_pre, has_post = model.norm_placement != "post", model.norm_placement != "pre"
     wants_raw = getattr(options, "gate_input", "normalised") == "raw"
+    of_sum = {"norm": norm, "config": config, "hidden_size": model.hidden_size, "eps": model.norm_eps}
+    add = ModuleSpec(module=NormedSum, params=of_sum) if has_post else _residual_sum
+    # What is absent is Megatron's own, which does nothing.
     parts: dict[str, Any] = {
-        "input_layernorm": _NORMS_AND_INPUT[model.norm] if wants_raw else norm,
         "self_attention": ModuleSpec(module=mixer_class(mixer), params={"model": model}),
-        "self_attn_bda": _residual_sum,
+        "self_attn_bda": add,
     }
-    # Otherwise Megatron's own, which do nothing.
+    if has_pre:
+        parts["input_layernorm"] = _NORMS_AND_INPUT[model.norm] if wants_raw else norm
     if model.intermediate_size:
         # A class, not a spec of one, of which Megatron would warn that it does not know it.
-        parts |= {"pre_mlp_layernorm": norm, "mlp": GatedLinearUnit, "mlp_bda": _residual_sum}
+        parts |= {"mlp": GatedLinearUnit, "mlp_bda": add}
+        if has_pre:
+            parts["pre_mlp_layernorm"] = norm
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
 
 
@@ -165,6 +173,7 @@ class Embedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.group: dist.ProcessGroup = groups.tp
+        self.multiplier = model.embedding_multiplier
         self.parts = _added(self, parts, config, model, groups, stage=0)
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size(model.vocab_size, groups.tp.size()),
@@ -179,6 +188,9 @@ class Embedding(MegatronModule):
     def forward(self, tokens: Tensor, context: SequenceContext) -> Tensor:
         """tokens: (b, n) int64."""
         embedded: Tensor = self.word_embeddings(tokens)
+        if self.multiplier != 1:
+            # In the activations' dtype, as transformers has it: Gemma was trained with the rounded factor.
+            embedded = embedded * embedded.new_full((), self.multiplier)
         if self.word_embeddings.reduce_scatter_embeddings:
             return embedded
         hidden = embedded.transpose(0, 1).contiguous()
@@ -249,7 +261,7 @@ class LanguageModel(LanguageModule):
         self.decoder = TransformerBlock(
             config=config,
             spec=TransformerBlockSubmodules(
-                layer_specs=[_layer_spec(model, mixer) for mixer in mixers],
+                layer_specs=[_layer_spec(config, model, mixer) for mixer in mixers],
                 layer_norm=_NORMS[model.norm],
             ),
             pre_process=pre_process,
@@ -276,6 +288,7 @@ class LanguageModel(LanguageModule):
             init_method=leave_unset,
             bias=False,
             skip_weight_param_allocation=self.pre_process and model.tie_word_embeddings,
+            cap=model.final_logit_cap,
             tp_group=group,
         )
 
@@ -408,7 +421,9 @@ class LanguageModel(LanguageModule):
         own: Tensor | None = self.output_layer.weight
         rows = self.embedding.word_embeddings.weight if own is None else own
         group = self.pg_collection.tp
-        return vocab_parallel_log_probability(hidden, rows, chosen, labels, vocab_size=self.vocab_size, group=group)
+        return vocab_parallel_log_probability(
+            hidden, rows, chosen, labels, vocab_size=self.vocab_size, group=group, cap=self.model.final_logit_cap
+        )
 
     def most_probable(self, hidden: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The ``count`` most probable ids of ``chosen`` tokens, most probable first, equal on all tensor ranks.
@@ -432,7 +447,7 @@ class LanguageModel(LanguageModule):
 
     def _best(self, rows: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """rows: (m, d) -> (m, count) log-probabilities and ids."""
-        logits = F.linear(rows, weight)
+        logits = soft_capped(F.linear(rows, weight), self.model.final_logit_cap)
         if self.pg_collection.tp.size() > 1:
             logits = gather_from_tensor_model_parallel_region(logits, group=self.pg_collection.tp)
         logits = logits[:, : self.vocab_size].to(torch.promote_types(logits.dtype, torch.float32))

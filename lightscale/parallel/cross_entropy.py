@@ -21,6 +21,7 @@ def vocab_parallel_linear_cross_entropy(
     vocab_size: int,
     group: dist.ProcessGroup,
     loss_mask: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """-log softmax(hidden weightᵀ)[label] per token, (n, b), without holding the logits; fp32 (fp64 for fp64 inputs).
 
@@ -36,26 +37,41 @@ def vocab_parallel_linear_cross_entropy(
         vocab_size: ids in use; rows from there on are padding and take no probability.
         group: the tensor group.
         loss_mask: (n, b), factor of each loss; None for 1.
+        cap: logits s are cap tanh(s / cap); None: they are s.
     """
     if group.size() == 1:
-        return linear_cross_entropy(hidden, weight, labels, num_ids=vocab_size, loss_mask=loss_mask)
+        return linear_cross_entropy(hidden, weight, labels, num_ids=vocab_size, loss_mask=loss_mask, cap=cap)
 
     # Activations are split by token between layers (Megatron's sequence parallelism), but a rank's rows of the
     # vocabulary need every token. Backward the mapping sums the ranks' parts and shares them out by token again.
     gathered = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     first_id = group.rank() * weight.size(0)
     return linear_cross_entropy(
-        gathered, weight, labels, num_ids=vocab_size, first_id=first_id, reduce=_over(group), loss_mask=loss_mask
+        gathered,
+        weight,
+        labels,
+        num_ids=vocab_size,
+        first_id=first_id,
+        reduce=_over(group),
+        loss_mask=loss_mask,
+        cap=cap,
     )
 
 
 def vocab_parallel_log_probability(
-    hidden: Tensor, weight: Tensor, chosen: Tensor, labels: Tensor, *, vocab_size: int, group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    chosen: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden weightᵀ)[label] of some tokens, and whether the label is their most probable id; no gradient.
 
     Args:
-        hidden, weight, vocab_size, group: as of ``vocab_parallel_linear_cross_entropy``.
+        hidden, weight, vocab_size, group, cap: as of ``vocab_parallel_linear_cross_entropy``.
         chosen: (m,) int64, indices into the b·n tokens, row after row.
         labels: (m,) int64 global ids below ``vocab_size``.
 
@@ -70,7 +86,7 @@ def vocab_parallel_log_probability(
     rows = hidden.reshape(n * b, -1)[chosen % n * b + chosen // n]
     first_id = group.rank() * weight.size(0)
     reduce = _over(group) if several else None
-    return linear_log_probability(rows, weight, labels, num_ids=vocab_size, first_id=first_id, reduce=reduce)
+    return linear_log_probability(rows, weight, labels, num_ids=vocab_size, first_id=first_id, reduce=reduce, cap=cap)
 
 
 def _over(group: dist.ProcessGroup) -> Reduce:

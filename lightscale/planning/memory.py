@@ -62,7 +62,8 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; for softmax "
         "attention the keys and values of all ranks",
         f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time, plus the output layer's gradients (of its "
-        "weight in fp32), and the last norm's input and output",
+        "weight in fp32), and the last norm's input and output"
+        + ("" if config.model.final_logit_cap is None else "; the slope of the cap, in fp32"),
         "backward pass of a block: its recomputed activations, minus the released ones of later blocks; the gradients "
         "of the GLU's two halves and of the residual stream, or of all gathered keys and values; and those of the "
         "output layer. It follows the loss: the larger of the two counts",
@@ -153,7 +154,9 @@ def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
         # The states of all tokens that are pooled, in fp32, and their gradient.
         return 2 * tokens * width * _FP32_BYTES
     rows = _output_rows(work, tensor)
-    logits = loss_chunk_tokens(tokens, rows * size) * rows * size
+    # With a cap, its derivative in fp32 too.
+    values = size + (_FP32_BYTES if work.model.final_logit_cap is not None else 0)
+    logits = loss_chunk_tokens(tokens, rows * size) * rows * values
     # The weight's gradient is summed in fp32, and rounded when the logits of the last chunk are gone.
     rounded = rows * width * size if size < _FP32_BYTES else 0
     hidden = tokens * width * size

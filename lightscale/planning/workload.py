@@ -9,7 +9,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import Recompute
 from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
-from lightscale.models.accounting import rank_parameters
+from lightscale.models.accounting import block_norms, rank_parameters
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.interface import EmbeddingPartSpec
 from lightscale.models.stages import layer_stages
@@ -48,7 +48,7 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     mixer = mixer_spec(model.layers[layer])
     glu = 0 if recompute == "selective" else 3 * g
     # Inputs and outputs of the block's norms, as far as they have the weights' dtype.
-    norms = 4 * d - _centered_values(model)
+    norms = (6 if model.norm_placement == "both" else 4) * d - _centered_values(model)
     own = mixer.kept_values(model, layer)
     if own is not None:
         return norms + own + glu
@@ -67,7 +67,8 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
 
 def _centered_values(model: ModelConfig) -> int:
     """Inputs of a block's LayerNorms less their mean, which take the place of the inputs and are fp32."""
-    return (2 if model.intermediate_size else 1) * model.hidden_size * (model.norm == "layernorm")
+    norms = sum(name is not None for name in block_norms(model))
+    return norms * model.hidden_size * (model.norm == "layernorm")
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:

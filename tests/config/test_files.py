@@ -69,7 +69,7 @@ def refusal(path: Path, *overrides: str) -> str:
             "model.mixer=tnt",
             'model.mixer = "tnt": unknown mixer tnt; did you mean tnl or lightnet or delta-net? '
             "known: bi-rn, causal-rn, cosformer2, decay-attention, delta-net, gated-delta-net, hgrn2, kimi-delta, "
-            "lightnet, lion-lit, lion-retnet, lion-s, llama, tnl",
+            "lightnet, lion-lit, lion-retnet, lion-s, llama, llama-local, tnl",
         ),
         (
             "model.mixer_options.tnl.gate_rank=0",
@@ -324,7 +324,7 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         "data.validation.v.source=x",
         f"model.mixer={reading('causal')}",
         f"model.num_layers={len(reading('causal'))}",
-        f"model.mixer_options.llama.rope_scaling={scaling}",
+        *(f"model.mixer_options.{name}.rope_scaling={scaling}" for name in ("llama", "llama-local")),
         "model.tpe.modes=8",
     ]
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
@@ -333,7 +333,7 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
     every_bidirectional = (
         f"model.mixer={both_ways}",
         f"model.num_layers={len(both_ways)}",
-        "model.mixer_options.lightnet.causal=false",
+        *(f"model.mixer_options.{name}.causal=false" for name in ("lightnet", "llama-local")),
     )
     for task in ((*MASKED, *every_bidirectional), ("task.name=classify", "model.head.num_labels=3")):
         of_task = tomllib.loads(to_toml(tiny_config(*task)))
@@ -365,7 +365,7 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
         ([*MASKED, "task.mask_replace_prob=0.95"], "add up to more than 1; use at most 0.05 for random_replace_prob"),
         (
             ["task.name=masked"],
-            "but layer 0 (tnl) reads only those before; use a bidirectional mixer: lightnet, llama, lion-lit",
+            "but layer 0 (tnl) reads only those before; use a bidirectional mixer: lightnet, llama, llama-local",
         ),
         (
             ["task.name=masked", "model.mixer=llama"],

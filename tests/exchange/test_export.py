@@ -311,7 +311,7 @@ def only_a_pickle(to: Path) -> None:
         (lambda to: shorten(files(to)[-1]), "copy the file again"),
         (
             lambda to: edit(to, model_type="gpt2"),
-            r"model_type = 'gpt2'; use lightscale, llama, mistral, qwen2 and qwen3",
+            r"model_type = 'gpt2'; use lightscale, llama, mistral, .* or phi3",
         ),
         (lambda to: edit(to, mixers=["tnl", "retnet"]), "unknown mixer 'retnet'"),
         (lambda to: edit(to, forms={"hgrn2": {}}), "forms.hgrn2 is not one of the model's mixers, tnl"),

@@ -43,6 +43,7 @@ LLAMA_3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SLIDING, FULL = "sliding_attention", "full_attention"
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 1": ("Llama", {"tie_word_embeddings": False}),
     "llama 3": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA_3}),
@@ -51,7 +52,63 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"num_key_value_heads": 4, "head_dim": 10, "sliding_window": None, "hidden_size": 60}),
     "mistral, window": ("Mistral", {"num_key_value_heads": 4, "sliding_window": 20}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2, some windows": (
+        "Qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 20, "layer_types": [FULL, SLIDING]},
+    ),
     "qwen3": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 24, "rope_parameters": YARN}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_key_value_heads": 4,
+            "sliding_window": 20,
+            "layer_types": [SLIDING, FULL],
+            "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 300.0}, FULL: YARN},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}),
+    "smollm3, windows": (
+        "SmolLM3",
+        {
+            "num_key_value_heads": 8,
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 3,
+            "sliding_window": 20,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gemma2, no caps": (
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": [FULL, FULL],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "sliding_window": 20,
+        },
+    ),
 }
 IDS, ROWS, TOKENS = 264, 280, 50
 """Ids of the tokenizer, rows of the embedding, tokens of a text."""
@@ -66,22 +123,55 @@ def exact(theirs: Any) -> None:
     theirs.double()
     for module in theirs.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            eps = module.variance_epsilon
-            module.forward = lambda x, own=module, eps=eps: torch.rms_norm(x, x.shape[-1:], own.weight, eps)
+            gemma = type(module).__name__.startswith("Gemma")
+            eps, weight = module.eps if gemma else module.variance_epsilon, module.weight
+            module.forward = lambda x, eps=eps, one=int(gemma), weight=weight: torch.rms_norm(
+                x, x.shape[-1:], one + weight, eps
+            )
     config, rotary = theirs.config, theirs.model.rotary_emb
     width = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
-    # Written out once more: base, and the mixing of slow and fast waves.
+    tables = config.rope_parameters if FULL in config.rope_parameters else {None: config.rope_parameters}
+    angles = {kind: angles_of(rotary, kind, width, table) for kind, table in tables.items()}
+    rotary.forward = lambda x, position_ids, layer_type=None: angles[layer_type]
+
+
+def angles_of(rotary: Any, kind: str | None, width: int, table: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all tokens, written out once more: base, and the mixing of slow and fast waves."""
     absent = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
     usual = dict.fromkeys(absent) | {"truncate": True}
-    scaling = SimpleNamespace(**usual | config.rope_parameters)
+    scaling = SimpleNamespace(**usual | table)
     own = SimpleNamespace(
         rope_theta=scaling.rope_theta, rope_scaling=None if scaling.rope_type == "default" else scaling
     )
-    theta, factor = mixers.rotary_angles(width, own)
-    assert error(theta, rotary.inv_freq) < 1e-6
-    assert factor == pytest.approx(rotary.attention_scaling)
+    theta, factor = mixers.rotary_angles(int(width * table.get("partial_rotary_factor", 1)), own)
+    prefix = "" if kind is None else f"{kind}_"
+    assert error(theta, getattr(rotary, f"{prefix}inv_freq")) < 1e-6
+    assert factor == pytest.approx(getattr(rotary, f"{prefix}attention_scaling"))
     angles = torch.arange(TOKENS)[None, :, None] * theta.repeat(2)
-    rotary.forward = lambda x, position_ids: (factor * angles.cos(), factor * angles.sin())
+    return factor * angles.cos(), factor * angles.sin()
+
+
+def in_their_dtype(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """In the place of transformers' softmax, which is fp32 in attention that it writes out."""
+    return x.softmax(dim=dim)
+
+
+def split(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without fused tensors: of Phi-3, with half as many heads of keys, and of values, as of queries."""
+    found = dict(gradients)
+    for name, gradient in gradients.items():
+        if "qkv_proj" in name:
+            parts, of = gradient.chunk(4), "qkv"
+            pieces = [torch.cat(parts[:2]), parts[2], parts[3]]
+        elif "gate_up_proj" in name:
+            pieces, of = list(gradient.chunk(2)), ""
+        else:
+            continue
+        names = [f"{one}_proj" for one in of] or ["gate_proj", "up_proj"]
+        fused = "qkv_proj" if of else "gate_up_proj"
+        found |= {name.replace(fused, one): piece for one, piece in zip(names, pieces, strict=True)}
+        del found[name]
+    return found
 
 
 def ids_and_weights() -> tuple[Tensor, Tensor]:
@@ -96,6 +186,8 @@ def foreign(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
     """A folder with NAME, NAME as a run, and of each what transformers computes in fp64: logits, gradients."""
     folder, expected = tmp_path_factory.mktemp("foreign"), {}
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "intermediate_size": 48}
+    # Of no text: the row of padding has no gradient.
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ROWS - 1)
     ids, weights = ids_and_weights()
     for name, (kind, more) in FOREIGN.items():
         config = getattr(transformers, f"{kind}Config")(
@@ -109,9 +201,11 @@ def foreign(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
         write_tokenizer(conftest.byte_tokenizer(), folder / name, max_tokens=128)
         import_model(folder / name, folder / f"{name} run")
         exact(theirs)
-        logits = theirs(ids).logits[..., :IDS]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "softmax", in_their_dtype)
+            logits = theirs(ids).logits[..., :IDS]
         (logits.softmax(dim=-1) * weights).sum().backward()
-        gradients = {own: weight.grad for own, weight in theirs.named_parameters()}
+        gradients = split({own: weight.grad for own, weight in theirs.named_parameters()})
         expected[name] = {"logits": logits.detach(), "gradients": gradients}
     return folder, expected
 
@@ -207,6 +301,24 @@ def test_an_imported_run_is_exported_as_it_came(
         assert model(ids).logits.equal(theirs(ids).logits[..., :IDS])
 
 
+@pytest.mark.parametrize("name", ["olmo3", "gemma2", "phi3"])
+def test_sharded_files_of_half_precision_are_read(
+    transformers: Any, foreign: tuple[Path, dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    to = tmp_path / "to"
+    shutil.copytree(foreign[0] / name, to, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(foreign[0] / name, dtype=torch.bfloat16)
+    model.save_pretrained(to, max_shard_size="30KB")
+    assert len(list(to.glob("*.safetensors"))) > 2
+    found = dict(lightscale.load(to, dtype=torch.float64).module.named_parameters())
+    whole = dict(lightscale.load(foreign[0] / name).module.named_parameters())
+    assert found.keys() == whole.keys()
+    assert all(weight.equal(whole[own].bfloat16().double()) for own, weight in found.items())
+    import_model(to, tmp_path / "run")
+    again = dict(lightscale.load(tmp_path / "run", dtype=torch.float64).module.named_parameters())
+    assert all(weight.equal(again[own]) for own, weight in found.items())
+
+
 def edited(folder: Path, name: str, to: Path, **values: Any) -> Path:
     """A copy of the model ``name`` with other values in its config.json; None removes one."""
     shutil.copytree(folder / name, to)
@@ -235,10 +347,18 @@ SCALING = {**LLAMA_3, "factor": 4.0}
     ("name", "values", "message"),
     [
         (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None},
-            "some layers have sliding_window = 64 .* set max_position_embeddings = 64",
+            "smollm3",
+            {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "layer_types": [FULL, SLIDING, SLIDING]}
+            | {"use_sliding_window": True, "sliding_window": 64},
+            "3 kinds of softmax layers, which differ in windows or positions; use at most two",
         ),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries; use 2"),
+        ("olmo3", {"layer_types": [FULL]}, "layer_types has 1 entries; use 2"),
+        ("olmo3", {"layer_types": [FULL, "chunked_attention"]}, "chunked_attention"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ("phi3", {"num_key_value_heads": 2}, "is of another model: model.layers.0.self_attn.qkv_proj.weight is"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type = 'longrope'"),
         ("llama 3", {"rope_parameters": {**SCALING, "rope_type": "longrope"}}, r"rope_type = 'longrope'.*llama3"),
         ("llama 3", {"rope_parameters": {"full_attention": LLAMA_3}}, "full_attention"),
         (
@@ -252,7 +372,7 @@ SCALING = {**LLAMA_3, "factor": 4.0}
         ("llama 3", {"head_dim": 7}, "heads of 7 channels"),
         ("llama 3", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama 3", {"tie_word_embeddings": True}, "lm_head.weight is in the file, but not in the model"),
-        ("qwen2", {"model_type": "phi3"}, "'phi3'; use lightscale, llama, mistral, qwen2 and qwen3"),
+        ("qwen2", {"model_type": "gpt2"}, "'gpt2'; use lightscale, llama, mistral, .*gemma2 or phi3"),
     ],
 )
 def test_what_is_not_computed_is_refused(

@@ -525,6 +525,7 @@ OPERATORS = MIXERS | {
     "glu": _glu("none"),
     "glu silu": _glu("silu"),
     "glu sigmoid": _glu("sigmoid"),
+    "glu gelu_tanh": _glu("gelu_tanh"),
     "cross entropy": Case(
         operator="cross_entropy",
         draw=_cross_entropy_draw,

@@ -40,7 +40,8 @@ STACKS: dict[str, str | list[str]] = {
     "bi-rn": "bi-rn",
 }
 DELTA = ("delta-net", "gated-delta-net", "kimi-delta")
-RMSNORM = ("llama", "lion-s", "lion-fixed", "lion-vector", "decay-attention", "mamba2", "causal-rn", "bi-rn", *DELTA)
+DECAYS = ("lion-s", "lion-fixed", "lion-vector", "decay-attention", "mamba2")
+RMSNORM = ("llama", "llama-local", *DECAYS, "causal-rn", "bi-rn", *DELTA)
 # One of LION's with a norm over the heads of all tensor ranks, instead of sums of its own scores.
 OPTIONS: dict[str, Any] = {
     "lion-fixed": {"lion-lit": {"scale": False}},

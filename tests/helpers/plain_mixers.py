@@ -87,7 +87,7 @@ def llama(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor
     q, k = (_head_norm(model, own, y, weights.get(name)) for y, name in ((q, "q_norm.weight"), (k, "k_norm.weight")))
     # Neighbours among the heads of queries share one of keys and values.
     k, v = (y[[head * groups // heads for head in range(heads)]] for y in (k, v))
-    scores = _turned(q, own) @ _turned(k, own).mT / math.sqrt(width)
+    scores = _turned(q, own) @ _turned(k, own).mT * (own.softmax_scale or 1 / math.sqrt(width))
     if own.attention_logit_cap is not None:
         scores = own.attention_logit_cap * torch.tanh(scores / own.attention_logit_cap)
     distance = _distance(x)
@@ -323,6 +323,7 @@ MIX: dict[str, Callable[..., Tensor]] = {
     "cosformer2": cosformer2,
     "lightnet": lightnet,
     "llama": llama,
+    "llama-local": llama,
     "noncausal": lightnet_whole,
     "lion-s": lion,
     "lion-fixed": lion,

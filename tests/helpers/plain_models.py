@@ -5,6 +5,7 @@ brings its mixer as a function of one layer and one document. Nothing of the pac
 Loaded by path (runpy), by pytest's process and by the one that builds the model: tests are no package.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -117,7 +118,7 @@ def document_logits(
     """tokens (n,) of one document -> (n, V)."""
     embedding = weights["embedding.word_embeddings.weight"]
     of_model = {name: weight for name, weight in weights.items() if ".layers." not in name}
-    x = embedding[tokens]
+    x = embedding[tokens] * model.embedding_multiplier
     if encode is not None:
         x = encode(x, weights)
     for layer in range(model.num_layers):
@@ -125,16 +126,30 @@ def document_logits(
         own = {name.removeprefix(block): weight for name, weight in weights.items() if name.startswith(block)}
         of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
         of_mixer |= of_model | {RAW_INPUT: x}
-        x = x + mix(block_norm(model, x, own.get("input_layernorm.weight")), of_mixer, layer)
+        x = x + behind(model, mix(before(model, x, own, "input_layernorm"), of_mixer, layer), own, "self_attn_bda")
         if model.intermediate_size:
-            x = x + gated_linear_unit(model, block_norm(model, x, own.get("pre_mlp_layernorm.weight")), own)
+            y = gated_linear_unit(model, before(model, x, own, "pre_mlp_layernorm"), own)
+            x = x + behind(model, y, own, "mlp_bda")
     if model.final_norm:
         x = block_norm(model, x, weights.get("decoder.final_layernorm.weight"))
-    return x @ weights.get("output_layer.weight", embedding).T
+    logits = x @ weights.get("output_layer.weight", embedding).T
+    return logits if model.final_logit_cap is None else model.final_logit_cap * (logits / model.final_logit_cap).tanh()
+
+
+def before(model: ModelConfig, x: Tensor, weights: Weights, name: str) -> Tensor:
+    """The input of a mixer or gated linear unit."""
+    return x if model.norm_placement == "post" else block_norm(model, x, weights.get(f"{name}.weight"))
+
+
+def behind(model: ModelConfig, x: Tensor, weights: Weights, name: str) -> Tensor:
+    """Its output as the residual stream takes it."""
+    return x if model.norm_placement == "pre" else block_norm(model, x, weights.get(f"{name}.layernorm.weight"))
 
 
 def block_norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:
     """``norm``, of x less its mean where that is LayerNorm."""
+    if weight is not None and model.zero_centered_norm:
+        weight = 1 + weight
     return norm(model, x - x.mean(-1, keepdim=True) if model.norm == "layernorm" else x, weight)
 
 
@@ -149,6 +164,8 @@ def gated_linear_unit(model: ModelConfig, x: Tensor, weights: Weights) -> Tensor
     first, second = (x @ weights["mlp.linear_fc1.weight"].T).split(model.intermediate_size, dim=-1)
     if model.glu_activation == "silu":
         first = silu(first)
+    elif model.glu_activation == "gelu_tanh":
+        first = first / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (first + 0.044715 * first**3)))
     return (first * second) @ weights["mlp.linear_fc2.weight"].T
 
 

@@ -70,10 +70,17 @@ FORMS = [("chunked", torch.float64, 1e-13), ("chunked", torch.float32, 1e-5), ("
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("summed", [False, True], ids=["any cotangents", "of a sum"])
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 8, 21])
+@pytest.mark.parametrize("cap", [None, 3.0])
 def test_equals_log_softmax(
-    backend: str, dtype: torch.dtype, limit: float, masked: bool, summed: bool, chunk_tokens: int | None
+    backend: str,
+    dtype: torch.dtype,
+    limit: float,
+    masked: bool,
+    summed: bool,
+    chunk_tokens: int | None,
+    cap: float | None,
 ) -> None:
-    case, how = make(), {"masked": masked, "summed": summed}
+    case, how = make(), {"masked": masked, "summed": summed, "cap": cap}
     expected = run(case, linear_cross_entropy_reference, torch.float64, **how)
     found = run(case, linear_cross_entropy, dtype, **how, chunk_tokens=chunk_tokens, backend=backend)
     check(found, expected, limit)
@@ -125,6 +132,10 @@ def test_half_precision() -> None:
     found = run(case, linear_cross_entropy, torch.bfloat16)
     assert (found["losses"].dtype, found["dweight"].dtype) == (torch.float32, torch.bfloat16)
     check(found, expected, 5e-3)
+    # A cap that most logits come near: the slope there has its digits.
+    for summed in (False, True):
+        capped = run(case, linear_cross_entropy_reference, torch.float64, cap=0.3, summed=summed)
+        check(run(case, linear_cross_entropy, torch.bfloat16, cap=0.3, summed=summed), capped, 5e-3)
 
 
 def test_chunks_fill_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
 from lightscale.kernels.glu import glu, glu_reference
+from lightscale.kernels.glu.activations import ACTIVATIONS
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -30,7 +31,7 @@ def check(found: list[Tensor], expected: list[Tensor], limit: float) -> None:
         assert float((result.double() - wanted).norm() / wanted.norm()) < limit
 
 
-@pytest.mark.parametrize("activation", ["none", "sigmoid", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(2,), (3, 2, 14), (2, 2 * 1100)], ids=str)
 def test_equals_the_formula(activation: str, shape: tuple[int, ...]) -> None:
     x, dout = draw(*shape), draw(*shape[:-1], shape[-1] // 2, seed=1)
@@ -91,7 +92,11 @@ def test_checkpoint_and_compile_change_nothing() -> None:
     [
         (torch.ones(2, 7), {}, r"x must be \(..., 2 F\), .* got shape \(2, 7\)"),
         (torch.ones(2, 8, dtype=torch.int32), {}, "x must be fp16, bf16, fp32 or fp64, got torch.int32"),
-        (torch.ones(2, 8), {"activation": "relu"}, "activation must be one of none, sigmoid, silu, got 'relu'"),
+        (
+            torch.ones(2, 8),
+            {"activation": "relu"},
+            "activation must be one of none, sigmoid, silu, gelu_tanh, got 'relu'",
+        ),
         (torch.ones(2, 8), {"backend": "cuda"}, "glu has no backend 'cuda'"),
         (torch.ones(2, 8).double(), {"backend": "triton"}, "backend 'triton' supports fp16, bf16 and fp32"),
     ],

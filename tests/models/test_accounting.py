@@ -47,6 +47,7 @@ SPLIT |= {
     f"norm of {kind}": tiny("llama", mixer_options={"llama": {"qk_norm": kind, "num_key_value_heads": 2}})
     for kind in ("head", "all")
 }
+SPLIT |= {f"norms {placement}": tiny("tnl", norm="rmsnorm", norm_placement=placement) for placement in ("post", "both")}
 SPLIT["sinks"] = tiny("llama", mixer_options={"llama": {"attention_sinks": True}})
 SPLIT["gated"] = tiny("llama", mixer_options={"llama": {"output_gate": True, "attention_bias": "all"}})
 SPLIT |= {f"padded, {tied=}": tiny("tnl", vocab_size=321, tie_word_embeddings=tied) for tied in (True, False)}

@@ -1,18 +1,26 @@
 """config.json of an export: what transformers reads of a model's shape, written and read back strictly."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from lightscale.config.mixers import mixer_options_type
-from lightscale.config.section import MOST_IDS, MOST_LAYERS, MOST_SEQUENCE_TOKENS
+from lightscale.config.section import MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
 from lightscale.exchange.files import modelling_file
-from lightscale.exchange.files.weights import form_of
+from lightscale.exchange.files.config_fields import Exact, Known, Positive, Share, Tokens, Width, WidthOrZero, shape_of
+from lightscale.exchange.files.own_classes import (
+    OWN_TYPES,
+    own_class,
+    own_keys,
+    own_type,
+    read_own,
+    tensor_places,
+)
+from lightscale.exchange.files.weights import TensorRows, form_of
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import Attention, RopeScaling, ToeplitzForm
@@ -20,48 +28,23 @@ from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
 from lightscale.files import open_regular
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
-from lightscale.models.specs.options import RopeScalingOptions, rope_keys
+from lightscale.models.specs.options import RopeScalingOptions
 from lightscale.training.checkpoints.reading import parse_object, shown
 from lightscale.training.checkpoints.schema import checked
 
 NAME = "config.json"
 _MOST_BYTES = 1 << 22
-_ACTIVATIONS = {"none": "linear", "silu": "silu"}
-"""Of LLaMA's linear units, as transformers names them."""
-
-_Width = Annotated[int, Field(ge=1, le=2**20)]
-_WidthOrZero = Annotated[int, Field(ge=0, le=2**20)]
-_Ids = Annotated[int, Field(ge=1, le=MOST_IDS)]
-_Positive = Annotated[float, Field(gt=0, le=1e15)]
-_Tokens = Annotated[int, Field(ge=1, le=MOST_SEQUENCE_TOKENS)]
-_Eps = Annotated[float, Field(gt=0, le=100)]
+_OF_NORMS = ("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap")
+"""Fields of ``Shape`` that config.json has where they are not as usual."""
+_USUAL = {field.name: field.default for field in fields(Shape)}
 
 
-class _Known(BaseModel):
-    """What every configuration must say; transformers adds keys of its own, which change nothing here."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
-
-    vocab_size: _Ids
-    hidden_size: _Width
-    num_attention_heads: _Width
-    intermediate_size: _Width
-    rms_norm_eps: _Eps = 1e-6
-    max_position_embeddings: _Tokens = 2048
-
-
-class _Exact(BaseModel):
-    """A table of which every key has a meaning: one that is not known could change the model."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-
-class _SoftmaxAttention(_Exact):
+class _SoftmaxAttention(Exact):
     """``Attention``, as our own exports write it."""
 
-    num_key_value_heads: _Width | None
-    head_dim: _Width | None
-    rope_theta: _Positive
+    num_key_value_heads: Width | None
+    head_dim: Width | None
+    rope_theta: Positive
     rope_scaling: RopeScalingOptions | None
     bias: bool
     output_bias: bool
@@ -69,10 +52,11 @@ class _SoftmaxAttention(_Exact):
     qk_norm: Literal["none", "head", "all"] = "none"
     zero_centered_norm: bool = False
     positions: Literal["rope", "none"] = "rope"
-    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rope_fraction: Share = 1.0
     output_gate: bool = False
-    window: _Tokens | None = None
-    attention_logit_cap: _Positive | None = None
+    window: Tokens | None = None
+    softmax_scale: Positive | None = None
+    attention_logit_cap: Positive | None = None
     attention_sinks: bool = False
 
     def attention(self) -> Attention:
@@ -80,7 +64,7 @@ class _SoftmaxAttention(_Exact):
         return Attention(**self.model_dump(exclude={"rope_scaling"}), rope_scaling=scaling)
 
 
-class _Lion(_Exact):
+class _Lion(Exact):
     """``Lion``, as our own exports write it."""
 
     feature_map: Literal["elu", "silu", "none"]
@@ -91,7 +75,7 @@ class _Lion(_Exact):
     vector_decay: bool = False
 
 
-class _ScalarDecay(_Exact):
+class _ScalarDecay(Exact):
     """``ScalarDecay``."""
 
     decay: Literal["sigmoid", "softplus", "learned", "fixed", "none"]
@@ -110,174 +94,38 @@ class _ScalarDecay(_Exact):
         return self
 
 
-class _Toeplitz(_Exact):
+class _Toeplitz(Exact):
     """``ToeplitzForm``."""
 
     form: Literal["residual", "printed"]
-    modes: _Width | None
+    modes: Width | None
 
 
-class _Lightscale(_Known):
+class _Lightscale(Known):
     architectures: Annotated[list[str], Field(min_length=1, max_length=1)]
     mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
-    gate_ranks: dict[str, _Width]
-    glu_activation: Literal["none", "silu"]
+    gate_ranks: dict[str, Width]
+    glu_activation: Literal["none", "silu", "gelu_tanh"]
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"]
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    zero_centered_norm: bool = False
+    embedding_multiplier: Positive = 1.0
+    final_logit_cap: Positive | None = None
     tie_word_embeddings: bool
     softmax_attention: _SoftmaxAttention | None = None
+    local_attention: _SoftmaxAttention | None = None
     lightnet_causal: bool = True
-    lion: dict[str, _Lion] = {}
+    lion: dict[str, _Lion] = Field(default={})
     pooling: Literal["mean", "first", "last"] = "mean"
-    id2label: Annotated[dict[str, str], Field(max_length=1_000_000)] = {}
+    id2label: dict[str, str] = Field(default={}, max_length=1_000_000)
     """Absent where transformers saved two classes without names."""
     scalar_decay: _ScalarDecay | None = None
-    intermediate_size: _WidthOrZero
-    forms: dict[str, dict[str, Any]] = {}
+    intermediate_size: WidthOrZero
+    forms: dict[str, dict[str, Any]] = Field(default={})
     """Fields of the types in ``FORMS``, which are options of the mixers of a run, and are checked as those are."""
     final_norm: bool = True
     toeplitz: _Toeplitz | None = None
     learned_positions: Annotated[int, Field(ge=0, le=MOST_SEQUENCE_TOKENS)] = 0
-
-
-class _Rope(_Exact):
-    """Both what transformers 5 writes, and what 4 wrote as rope_scaling."""
-
-    rope_theta: _Positive | None = None
-    rope_type: Literal["default", "llama3", "yarn", "linear"] | None = None
-    type: Literal["default", "llama3", "yarn", "linear"] | None = None
-    """Its older name."""
-    factor: _Positive | None = None
-    low_freq_factor: _Positive | None = None
-    high_freq_factor: _Positive | None = None
-    original_max_position_embeddings: _Tokens | None = None
-    beta_fast: _Positive | None = None
-    beta_slow: _Positive | None = None
-    attention_factor: _Positive | None = None
-    truncate: bool | None = None
-    mscale: _Positive | None = None
-    mscale_all_dim: _Positive | None = None
-    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
-
-
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32_768,
-        "sliding_window": 4096,
-    },
-}
-"""What transformers takes where a configuration says nothing, by model_type; where it is not null for all of them."""
-
-
-_SLIDING = "sliding_attention"
-_WITH_BIASES = ("llama", "qwen3")
-"""Models whose attention_bias is of all projections."""
-
-
-class _Llama(_Known):
-    """What is not said has transformers' default."""
-
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
-    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
-    num_key_value_heads: _Width | None = None
-    head_dim: _Width | None = None
-    hidden_act: Literal["silu", "linear"] = "silu"
-    attention_bias: bool = False
-    mlp_bias: Literal[False] = False
-    tie_word_embeddings: bool = False
-    rope_theta: _Positive | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    sliding_window: Annotated[int, Field(ge=1)] | None = None
-    use_sliding_window: bool = False
-    max_window_layers: int = 28
-    layer_types: list[str] | None = None
-
-    def attention(self, path: Path) -> Attention:
-        """Its softmax attention. UserError for layers that differ in it."""
-        heads = self.num_key_value_heads or self.num_attention_heads
-        width = self.head_dim or self.hidden_size // self.num_attention_heads
-        rope = self.rope_parameters or self.rope_scaling or _Rope()
-        return Attention(
-            num_key_value_heads=None if heads == self.num_attention_heads else heads,
-            head_dim=None if width * self.num_attention_heads == self.hidden_size else width,
-            rope_theta=rope.rope_theta or self.rope_theta or 10000.0,
-            rope_scaling=_scaling(rope, path),
-            # Qwen2 does not say it: queries, keys and values have biases, and outputs none. Mistral has none.
-            bias=(self.attention_bias and self.model_type in _WITH_BIASES) or self.model_type == "qwen2",
-            output_bias=self.attention_bias and self.model_type in _WITH_BIASES,
-            qk_norm="head" if self.model_type == "qwen3" else "none",
-            window=self._window(path),
-        )
-
-    def _window(self, path: Path) -> int | None:
-        """The window of all layers; one that hides nothing is none."""
-        window = self.sliding_window
-        if window is None or window >= self.max_position_embeddings:
-            return None
-        if self.model_type not in ("qwen2", "qwen3"):
-            return window if self.model_type == "mistral" else None
-        layers = range(self.num_hidden_layers)
-        kinds = self.layer_types or [_SLIDING if layer >= self.max_window_layers else "full" for layer in layers]
-        if not self.use_sliding_window or _SLIDING not in kinds:
-            return None
-        if {*kinds} != {_SLIDING}:
-            raise UserError(
-                f"{path}: some layers have sliding_window = {window} and others none, and lightscale's layers of a "
-                f"mixer are alike; for texts up to the window, set max_position_embeddings = {window}"
-            )
-        return window
-
-
-def _scaling(rope: _Rope, path: Path) -> RopeScaling | None:
-    kind = rope.rope_type or rope.type or "default"
-    if kind == "default":
-        return None
-    # transformers ignores keys of other types.
-    values = rope.model_dump(include=set(rope_keys(kind)), exclude_none=True) | {"rope_type": kind}
-    if kind == "yarn" and rope.attention_factor is None and rope.mscale and rope.mscale_all_dim and rope.factor:
-        # As in DeepSeek's models: two factors by which scores grow, one of which the rotation does not have.
-        slow = 0.1 * math.log(max(1.0, rope.factor))
-        values["attention_factor"] = (rope.mscale * slow + 1) / (rope.mscale_all_dim * slow + 1)
-    return RopeScaling(**checked(RopeScalingOptions, values, path, "rope_parameters").model_dump())
-
-
-_IN_NO_CLASS = (
-    "zero_centered_norm",
-    "positions",
-    "rope_fraction",
-    "output_gate",
-    "attention_logit_cap",
-    "attention_sinks",
-)
-"""Fields of ``Attention`` that no class of transformers has here, unless they are as usual."""
-
-
-def own_class(shape: Shape) -> str | None:
-    """Which of transformers' own models computes the model: Llama, Mistral, Qwen2 or Qwen3; None: none of them."""
-    attention = shape.attention
-    if {*shape.mixers} != {"llama"} or shape.norm != "rmsnorm" or shape.task != "causal" or not attention.causal:
-        return None
-    if not shape.final_norm or not shape.intermediate_size:
-        return None
-    usual = Attention()
-    if any(getattr(attention, name) != getattr(usual, name) for name in _IN_NO_CLASS) or attention.qk_norm == "all":
-        return None
-    only_inputs = attention.bias and not attention.output_bias
-    if attention.qk_norm == "head":
-        return None if only_inputs else "Qwen3"
-    if only_inputs:
-        return "Qwen2"
-    if attention.window is not None:
-        return None if attention.bias else "Mistral"
-    # transformers' Llama refuses such widths, whatever head_dim says; without biases Mistral is the same model.
-    if shape.hidden_size % shape.num_attention_heads:
-        return None if attention.bias else "Mistral"
-    return "Llama"
 
 
 _CLASSES = {
@@ -295,12 +143,12 @@ def auto_class(shape: Shape) -> str:
 
 def has_own_class(shape: Shape) -> bool:
     """Whether the model is one that transformers computes without our code."""
-    return own_class(shape) is not None
+    return own_type(shape) is not None
 
 
-def tensor_name(shape: Shape, name: str) -> str:
-    """What the files of an export call the tensor ``name`` of the plain model."""
-    return name.replace(".mixer.", ".self_attn.") if has_own_class(shape) else name
+def written_places(shape: Shape) -> dict[str, TensorRows]:
+    """Of every tensor of the plain model, where the files of its export for transformers have it."""
+    return tensor_places(shape, own_type(shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,32 +182,13 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), facts.eot_id),
     }
-    if (own := own_class(shape)) is not None:
-        attention = shape.attention
-        scaling = {"rope_type": "default"} if attention.rope_scaling is None else _set(asdict(attention.rope_scaling))
-        windows: dict[str, Any] = {"use_sliding_window": attention.window is not None}
-        if attention.window is not None:
-            layer_types = [_SLIDING] * len(shape.mixers)
-            windows |= {"sliding_window": attention.window, "max_window_layers": 0, "layer_types": layer_types}
-        of_class: dict[str, dict[str, Any]] = {
-            "Llama": {"attention_bias": attention.bias, "mlp_bias": False},
-            "Mistral": {"sliding_window": attention.window},
-            "Qwen2": windows,
-            "Qwen3": {"attention_bias": attention.bias, **windows},
-        }
-        return {
-            "architectures": [f"{own}ForCausalLM"],
-            "model_type": own.lower(),
-            **common,
-            "num_key_value_heads": attention.num_key_value_heads or shape.num_attention_heads,
-            "head_dim": attention.head_dim or shape.hidden_size // shape.num_attention_heads,
-            "hidden_act": _ACTIVATIONS[shape.glu_activation],
-            **of_class[own],
-            "rope_parameters": {
-                "rope_theta": attention.rope_theta,
-                **scaling,
-            },
-        }
+    if (kind := own_type(shape)) is not None:
+        keys = own_keys(shape, kind)
+        # A window that is longer than all sequences hides nothing in training, and would be taken for none.
+        widest = max(attention.window or 0 for attention in shape.attentions().values())
+        most = max(facts.max_tokens, widest + 1)
+        architecture = {"architectures": [f"{own_class(kind)}ForCausalLM"], "model_type": kind}
+        return {**architecture, **common, **keys, "max_position_embeddings": most}
     module, (own_name, auto_name) = modelling_file.NAME.removesuffix(".py"), _CLASSES[shape.task]
     autos = {"AutoConfig": f"{module}.LightscaleConfig", auto_name: f"{module}.{own_name}"}
     if shape.task == "masked":
@@ -375,7 +204,9 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         "gate_ranks": dict(shape.gate_ranks),
         "glu_activation": shape.glu_activation,
         "norm": shape.norm,
+        **{key: value for key in _OF_NORMS if (value := getattr(shape, key)) != _USUAL[key]},
         **({} if shape.attention == Attention() else {"softmax_attention": asdict(shape.attention)}),
+        **({} if shape.local_attention == Attention() else {"local_attention": asdict(shape.local_attention)}),
         **({} if shape.lightnet_causal else {"lightnet_causal": False}),
         **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
         **(_labels(shape, facts.classes) if shape.task == "classify" else {}),
@@ -385,12 +216,6 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         **({} if shape.toeplitz == ToeplitzForm() else {"toeplitz": asdict(shape.toeplitz)}),
         **({"learned_positions": shape.learned_positions} if shape.learned_positions else {}),
     }
-
-
-def _set(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Those keys that say something."""
-    usual = asdict(RopeScaling(factor=1.0)) | {"rope_type": None, "factor": None}
-    return {key: value for key, value in scaling.items() if value != usual[key]}
 
 
 def _labels(shape: Shape, classes: Sequence[str]) -> dict[str, Any]:
@@ -417,51 +242,50 @@ def _content(path: Path) -> dict[str, Any]:
         return parse_object(file.read(), path)
 
 
-def read_config(path: Path) -> tuple[Shape, int]:
-    """The shape of the plain model that ``path``, a config.json, describes, and the length it was trained on.
+def read_config(path: Path) -> tuple[Shape, int, str | None]:
+    """Of the model that ``path``, a config.json, describes: the plain shape, the length it was trained on, its type.
+
+    The last is one of ``OWN_TYPES``; None: of our own class.
 
     UserError for another architecture, which is named with those that work, and for values that none of them has.
     """
     content = _content(path)
     kind = content.get("model_type")
-    known: _Known
     if kind == "lightscale":
-        known = own = checked(_Lightscale, content, path)
-        shape = _shape(
-            known,
-            mixers=tuple(own.mixers),
-            gate_ranks=own.gate_ranks,
-            glu_activation=own.glu_activation,
-            norm=own.norm,
-            attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
-            scalar_decay=ScalarDecay() if own.scalar_decay is None else ScalarDecay(**own.scalar_decay.model_dump()),
-            tied=own.tie_word_embeddings,
-            lightnet_causal=own.lightnet_causal,
-            lion={name: Lion(**options.model_dump()) for name, options in own.lion.items()},
-            forms={name: _form(name, options, own, path) for name, options in own.forms.items()},
-            final_norm=own.final_norm,
-            toeplitz=ToeplitzForm() if own.toeplitz is None else ToeplitzForm(**own.toeplitz.model_dump()),
-            learned_positions=own.learned_positions,
-            **_predicted(own, path),
-        )
-        _check_lion(shape, path)
-        _check_encodings(shape, path)
-    elif isinstance(kind, str) and kind in _DEFAULTS:
-        known = llama = checked(_Llama, _DEFAULTS[kind] | content, path)
-        activation = {name: ours for ours, name in _ACTIVATIONS.items()}[llama.hidden_act]
-        shape = _shape(
-            known,
-            mixers=("llama",) * llama.num_hidden_layers,
-            glu_activation=activation,
-            norm="rmsnorm",
-            attention=llama.attention(path),
-            tied=llama.tie_word_embeddings,
-        )
+        own = checked(_Lightscale, content, path)
+        shape, most = _lightscale_shape(own, path), own.max_position_embeddings
+    elif isinstance(kind, str) and kind in OWN_TYPES:
+        shape, most = read_own(content, path)
     else:
-        kinds = "lightscale, llama, mistral, qwen2 and qwen3"
-        raise UserError(f"{path}: model_type = {shown(repr(kind))}; use {kinds}")
+        kinds = ", ".join(("lightscale", *OWN_TYPES[:-1]))
+        raise UserError(f"{path}: model_type = {shown(repr(kind))}; use {kinds} or {OWN_TYPES[-1]}")
     _check_heads(shape, path)
-    return shape, known.max_position_embeddings
+    return shape, most, None if kind == "lightscale" else kind
+
+
+def _lightscale_shape(own: _Lightscale, path: Path) -> Shape:
+    shape = shape_of(
+        own,
+        mixers=tuple(own.mixers),
+        gate_ranks=own.gate_ranks,
+        glu_activation=own.glu_activation,
+        norm=own.norm,
+        **{key: getattr(own, key) for key in _OF_NORMS},
+        attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
+        local_attention=Attention() if own.local_attention is None else own.local_attention.attention(),
+        scalar_decay=ScalarDecay() if own.scalar_decay is None else ScalarDecay(**own.scalar_decay.model_dump()),
+        tied=own.tie_word_embeddings,
+        lightnet_causal=own.lightnet_causal,
+        lion={name: Lion(**options.model_dump()) for name, options in own.lion.items()},
+        forms={name: _form(name, options, own, path) for name, options in own.forms.items()},
+        final_norm=own.final_norm,
+        toeplitz=ToeplitzForm() if own.toeplitz is None else ToeplitzForm(**own.toeplitz.model_dump()),
+        learned_positions=own.learned_positions,
+        **_predicted(own, path),
+    )
+    _check_lion(shape, path)
+    _check_encodings(shape, path)
+    return shape
 
 
 def _form(name: str, table: dict[str, Any], own: _Lightscale, path: Path) -> MixerForm:
@@ -518,26 +342,19 @@ def _check_lion(shape: Shape, path: Path) -> None:
 
 def _check_heads(shape: Shape, path: Path) -> None:
     """UserError for heads that no model can have."""
-    heads, attention = shape.num_attention_heads, shape.attention
-    if shape.hidden_size % heads and (attention.head_dim is None or own_class(shape) is None):
+    heads, attentions = shape.num_attention_heads, shape.attentions()
+    has_width = {*shape.mixers} == {name for name, attention in attentions.items() if attention.head_dim is not None}
+    if shape.hidden_size % heads and not has_width:
         raise UserError(f"{path}: hidden_size = {shape.hidden_size} is not divisible by num_attention_heads = {heads}")
-    if (shared := attention.num_key_value_heads) is not None and heads % shared:
-        raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
-    width = attention.head_dim or shape.hidden_size // heads
-    turned = "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope"
-    rotated = int(width * attention.rope_fraction) if attention.positions == "rope" else 0
-    if "llama" in shape.mixers and rotated % 2 and rotated < width:
-        raise UserError(f"{path}: {rotated} of {width} channels are rotated; rotary positions need an even number")
-    if (("llama" in shape.mixers and rotated) or turned) and width % 2:
+    for attention in attentions.values():
+        if (shared := attention.num_key_value_heads) is not None and heads % shared:
+            raise UserError(f"{path}: num_attention_heads = {heads} cannot share num_key_value_heads = {shared}")
+        width = attention.head_dim or shape.hidden_size // heads
+        rotated = int(width * attention.rope_fraction) if attention.positions == "rope" else 0
+        if rotated % 2 and rotated < width:
+            raise UserError(f"{path}: {rotated} of {width} channels are rotated; rotary positions need an even number")
+        if rotated and width % 2:
+            raise UserError(f"{path}: heads of {width} channels; rotary positions need an even number")
+    width = shape.hidden_size // heads
+    if "decay-attention" in shape.mixers and shape.scalar_decay.positions == "rope" and width % 2:
         raise UserError(f"{path}: heads of {width} channels; rotary positions need an even number")
-
-
-def _shape(known: _Known, **more: Any) -> Shape:
-    return Shape(
-        vocab_size=known.vocab_size,
-        hidden_size=known.hidden_size,
-        num_attention_heads=known.num_attention_heads,
-        intermediate_size=known.intermediate_size,
-        rms_norm_eps=known.rms_norm_eps,
-        **more,
-    )

@@ -21,8 +21,18 @@ from lightscale.errors import UserError
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import Attention, RopeScaling, ToeplitzForm
-from lightscale.exchange.plain.model import FORMS, MIXER_NAMES, MixerForm, PlainModel, Shape, model_of
+from lightscale.exchange.plain.model import (
+    BLOCK_NORMS,
+    FORMS,
+    MIXER_NAMES,
+    SOFTMAX_MIXERS,
+    MixerForm,
+    PlainModel,
+    Shape,
+    model_of,
+)
 from lightscale.exchange.plain.relation import RelationForm
+from lightscale.models.accounting import block_norms
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.gated import gate_rank
@@ -88,6 +98,7 @@ _OF_MODEL = frozenset(
     {
         *("mixer", "num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size", "tie_word_embeddings"),
         *("head", "tpe", "glu_activation", "norm", "final_norm", "norm_eps", "mixer_options"),
+        *("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap"),
     }
 )
 """What of a model's configuration is read here."""
@@ -120,7 +131,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
         raise UserError(f"model.mixer: {unknown[0]} cannot be loaded or exported; use one of {', '.join(MIXER_NAMES)}")
     _require_known(model)
-    ranks, attention, scalar_decay = {}, Attention(), ScalarDecay()
+    ranks, attentions, scalar_decay = {}, dict[str, Attention](), ScalarDecay()
     lion, lightnet_causal, forms = dict[str, Lion](), True, dict[str, MixerForm]()
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
@@ -136,7 +147,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         elif isinstance(options, DecayAttentionOptions):
             scalar_decay = ScalarDecay(**options.model_dump(exclude={"gate_rank", "initial_decay"}))
         elif isinstance(options, LLaMAOptions):
-            attention = _attention(model, layer, options)
+            attentions[name] = _attention(model, layer, options)
     return Shape(
         vocab_size=vocab_size,
         hidden_size=model.hidden_size,
@@ -146,8 +157,13 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         gate_ranks=ranks,
         glu_activation=model.glu_activation,
         norm=model.norm,
+        norm_placement=model.norm_placement,
+        zero_centered_norm=model.zero_centered_norm,
+        embedding_multiplier=model.embedding_multiplier,
+        final_logit_cap=model.final_logit_cap,
         rms_norm_eps=model.norm_eps,
-        attention=attention,
+        attention=attentions.get("llama", Attention()),
+        local_attention=attentions.get("llama-local", Attention()),
         scalar_decay=scalar_decay,
         tied=model.tie_word_embeddings,
         lightnet_causal=lightnet_causal,
@@ -177,8 +193,8 @@ def _require_known(model: ModelConfig) -> None:
     """UserError for what is otherwise than usual in a way that the plain model does not know."""
     tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, _OF_MODEL)]
     for name in dict.fromkeys(model.layers):
-        if name in FORMS or name == "llama":
-            known = _OF_LLAMA if name == "llama" else _ELSEWHERE | {field.name for field in fields(FORMS[name])}
+        if name in FORMS or name in SOFTMAX_MIXERS:
+            known = _OF_LLAMA if name in SOFTMAX_MIXERS else _ELSEWHERE | {one.name for one in fields(FORMS[name])}
             tables.append((f"model.mixer_options.{name}", model.layer_options(model.layers.index(name)), known))
     for table, values, known in tables:
         for key, field in type(values).model_fields.items():
@@ -286,14 +302,14 @@ def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor
     for layer, mixer in enumerate(model.layers):
         there, here = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         if has_norm_weights:
-            yield f"{here}input_layernorm.weight", TensorRows(key=f"{there}input_layernorm.weight")
+            for name, own in zip(BLOCK_NORMS[model.norm_placement], block_norms(model), strict=False):
+                if own is not None:
+                    yield f"{here}{name}.weight", TensorRows(key=f"{there}{own}.weight")
         for role, rows in mixer_spec(mixer).roles(model, layer).items():
             key = f"{there}self_attention.{rows.parameter}"
             yield f"{here}mixer.{_ROLES[role]}", TensorRows(key=key, ranges=rows.ranges)
         if not model.intermediate_size:
             continue
-        if has_norm_weights:
-            yield f"{here}post_attention_layernorm.weight", TensorRows(key=f"{there}pre_mlp_layernorm.weight")
         both, inner = f"{there}mlp.linear_fc1.weight", model.intermediate_size
         yield f"{here}mlp.gate_proj.weight", TensorRows(key=both, ranges=((0, inner),))
         yield f"{here}mlp.up_proj.weight", TensorRows(key=both, ranges=((inner, 2 * inner),))

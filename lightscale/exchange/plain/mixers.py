@@ -493,6 +493,8 @@ class Attention:
     """Share of a head's channels that are rotated, the first ones."""
     window: int | None = None
     """Tokens that one sees, itself the last of them; None: all before it."""
+    softmax_scale: float | None = None
+    """Factor of scores; None: head_dim ^ -0.5."""
     attention_logit_cap: float | None = None
     """Most of a score before the softmax, by tanh; None: no limit."""
     attention_sinks: bool = False
@@ -604,6 +606,9 @@ class SoftmaxMixer(HeadMixer):
             q, k = (
                 torch.cat([rotate_pairs(y[..., : self.turned], turns), y[..., self.turned :]], dim=-1) for y in (q, k)
             )
+        if (scale := self.attention.softmax_scale) is not None:
+            # Scores are divided by sqrt(head_dim) where they are computed.
+            q = q * (scale * math.sqrt(self.head_dim))
         more: dict[str, Any] = {"cap": self.attention.attention_logit_cap, "sinks": self.sinks}
         if not self.attention.causal:
             return self.output(softmax_attention(q, k, v, mask, causal=False, **more), x), {}

@@ -30,9 +30,11 @@ from lightscale.exchange.plain.mixers import (
 from lightscale.exchange.plain.operators import rms_norm, token_positions, wide_dtype
 from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
 
+SOFTMAX_MIXERS = ("llama", "llama-local")
+"""Two kinds of layers that attend by softmax, each with a shape of its own."""
 MIXER_NAMES = (
-    *("tnl", "hgrn2", "cosformer2", "lightnet", "llama", "decay-attention"),
-    *(*LION_MIXERS, *RELATION_MIXERS, *DELTA_MIXERS),
+    *("tnl", "hgrn2", "cosformer2", "lightnet", "decay-attention"),
+    *(*SOFTMAX_MIXERS, *LION_MIXERS, *RELATION_MIXERS, *DELTA_MIXERS),
 )
 """What ``Shape.mixers`` can name."""
 MixerForm = GatedForm | HGRN2Form | RelationForm | DeltaForm
@@ -62,12 +64,22 @@ class Shape:
     gate_ranks: Mapping[str, int] = field(default_factory=dict)
     """Inner width of the output gate, by mixer; hidden_size / num_attention_heads where it is not said."""
     glu_activation: str = "none"
-    """Of the gate in the gated linear units: none or silu."""
+    """Of the gate in the gated linear units: none, silu or gelu_tanh."""
     norm: str = "srmsnorm"
     """srmsnorm, which has no weight, rmsnorm, or layernorm, which has none."""
+    norm_placement: str = "pre"
+    """Norms in a block: pre, on the inputs of mixer and gated linear unit; post, on their outputs; both."""
+    zero_centered_norm: bool = False
+    """Whether rmsnorm multiplies by 1 + weight."""
+    embedding_multiplier: float = 1.0
+    """Factor of embedded tokens."""
+    final_logit_cap: float | None = None
+    """Most of a logit, by tanh; None: no limit."""
     rms_norm_eps: float = 1e-6
     attention: Attention = field(default_factory=Attention)
-    """Of the layers that attend by softmax."""
+    """Of the layers "llama", which attend by softmax."""
+    local_attention: Attention = field(default_factory=Attention)
+    """Of the layers "llama-local", a second kind of these."""
     scalar_decay: ScalarDecay = field(default_factory=ScalarDecay)
     """Of the layers that have one."""
     tied: bool = True
@@ -96,9 +108,13 @@ class Shape:
         whole = {*LION_MIXERS, "bi-rn"}
         if not self.lightnet_causal:
             whole.add("lightnet")
-        if not self.attention.causal:
-            whole.add("llama")
+        whole.update(name for name, attention in self.attentions().items() if not attention.causal)
         return bool(whole & {*self.mixers})
+
+    def attentions(self) -> dict[str, Attention]:
+        """Those of the softmax layers that the model has, by mixer."""
+        both = zip(SOFTMAX_MIXERS, (self.attention, self.local_attention), strict=True)
+        return {name: attention for name, attention in both if name in self.mixers}
 
     def encodes(self) -> bool:
         """Whether a layer asks for the positional encoding behind the embedding."""
@@ -108,35 +124,69 @@ class Shape:
 
 
 class Norm(nn.Module):
-    """RMS norm over the last dim, with a weight or without; ``centered``: of x less its mean, LayerNorm's."""
+    """RMS norm over the last dim, with a weight or without; ``centered``: of x less its mean, LayerNorm's.
 
-    def __init__(self, hidden_size: int, *, eps: float = 1e-6, weight: bool = False, centered: bool = False) -> None:
+    ``zero_centered``: times 1 + weight, not the weight.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float = 1e-6,
+        weight: bool = False,
+        centered: bool = False,
+        zero_centered: bool = False,
+    ) -> None:
         super().__init__()
-        self.eps, self.centered = eps, centered
+        self.eps, self.centered, self.zero_centered = eps, centered, zero_centered
         self.weight: nn.Parameter | None
-        self.register_parameter("weight", nn.Parameter(torch.ones(hidden_size)) if weight else None)
+        initial = torch.zeros(hidden_size) if zero_centered else torch.ones(hidden_size)
+        self.register_parameter("weight", nn.Parameter(initial) if weight else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, d) -> (…, d)"""
+        weight: Tensor | None = self.weight
+        if weight is not None and self.zero_centered:
+            weight = 1 + weight.to(wide_dtype(x))
         if not self.centered:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, weight, self.eps)
         wide = x.to(wide_dtype(x))
-        return rms_norm(wide - wide.mean(-1, keepdim=True), self.weight, self.eps).to(x.dtype)
+        return rms_norm(wide - wide.mean(-1, keepdim=True), weight, self.eps).to(x.dtype)
 
 
 def block_norm(shape: Shape) -> Norm:
     """The norm of blocks and of the model's end."""
     kind = {"srmsnorm": {}, "rmsnorm": {"weight": True}, "layernorm": {"centered": True}}[shape.norm]
-    return Norm(shape.hidden_size, eps=shape.rms_norm_eps, **kind)
+    return Norm(shape.hidden_size, eps=shape.rms_norm_eps, zero_centered=shape.zero_centered_norm, **kind)
+
+
+BLOCK_NORMS: dict[str, tuple[str, str, str, str]] = {
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+"""By ``Shape.norm_placement`` transformers' names of the norms before and behind the mixer, before and behind the gated
+linear unit; empty: there is none."""
+
+
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap), rounded once; None: the logits."""
+    if cap is None:
+        return logits
+    return (cap * torch.tanh(logits.to(wide_dtype(logits)) / cap)).to(logits.dtype)
 
 
 class GatedUnit(nn.Module):
-    """The gated linear unit, W_down (act(x W_gate) * x W_up); ``activation`` none or silu."""
+    """The gated linear unit, W_down (act(x W_gate) * x W_up); ``activation`` none, silu or gelu_tanh."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, activation: str = "none") -> None:
         super().__init__()
-        if activation not in ("none", "silu"):
-            raise ValueError(f"activation {activation!r} must be none or silu")
+        if activation not in ("none", "silu", "gelu_tanh"):
+            raise ValueError(f"activation {activation!r} must be none, silu or gelu_tanh")
         self.activation = activation
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -145,9 +195,12 @@ class GatedUnit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, d) -> (…, d)"""
         gate, up = (y.to(wide_dtype(x)) for y in (self.gate_proj(x), self.up_proj(x)))
+        if self.activation == "silu":
+            gate = F.silu(gate)
+        elif self.activation == "gelu_tanh":
+            gate = F.gelu(gate, approximate="tanh")
         # Rounded once, as in training.
-        product = ((F.silu(gate) if self.activation == "silu" else gate) * up).to(x.dtype)
-        out: Tensor = self.down_proj(product)
+        out: Tensor = self.down_proj((gate * up).to(x.dtype))
         return out
 
 
@@ -165,8 +218,8 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
             return LightNetMixer(*sizes, form=form, gate_rank=rank, causal=shape.lightnet_causal, eps=eps)
         case "hgrn2":
             return HGRN2Mixer(*sizes, form=form, eps=eps)
-        case "llama":
-            return SoftmaxMixer(*sizes, attention=shape.attention, eps=eps)
+        case "llama" | "llama-local":
+            return SoftmaxMixer(*sizes, attention=shape.attentions()[name], eps=eps)
         case "decay-attention":
             return DecayMixer(*sizes, form=shape.scalar_decay, gate_rank=rank, eps=eps)
     if name in DELTA_MIXERS:
@@ -180,17 +233,22 @@ def make_mixer(shape: Shape, layer: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """x += mixer(norm x); x += gated unit(norm x), where there is one."""
+    """x += mixer(norm x); x += gated unit(norm x), where there is one; norms may stand on the outputs, or on both."""
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = block_norm(shape)
+        self.has_unit = shape.intermediate_size > 0
+        self.norms = BLOCK_NORMS[shape.norm_placement][: 4 if self.has_unit else 2]
+        for name in filter(None, self.norms):
+            self.add_module(name, block_norm(shape))
         self.mixer = make_mixer(shape, layer)
         self.reads_raw = getattr(self.mixer, "reads_raw", False)
-        self.has_unit = shape.intermediate_size > 0
         if self.has_unit:
-            self.post_attention_layernorm = block_norm(shape)
             self.mlp = GatedUnit(shape.hidden_size, shape.intermediate_size, activation=shape.glu_activation)
+
+    def normed(self, x: Tensor, place: int) -> Tensor:
+        """x by the norm at a place of ``BLOCK_NORMS``, where there is one."""
+        return self.get_submodule(self.norms[place])(x) if self.norms[place] else x
 
     def forward(
         self, x: Tensor, state: State | None = None, mask: Tensor | None = None, **of_model: Tensor
@@ -198,9 +256,22 @@ class Block(nn.Module):
         """x: (b, n, d) -> the same and the mixer's state. ``of_model``: what a mixer takes from the model."""
         if self.reads_raw:
             of_model["raw"] = x
-        mixed, left = self.mixer(self.input_layernorm(x), state, mask, **of_model)
-        x = x + mixed
-        return (x + self.mlp(self.post_attention_layernorm(x)) if self.has_unit else x), left
+        mixed, left = self.mixer(self.normed(x, 0), state, mask, **of_model)
+        x = x + self.normed(mixed, 1)
+        return (x + self.normed(self.mlp(self.normed(x, 2)), 3) if self.has_unit else x), left
+
+
+class TokenEmbedding(nn.Embedding):
+    """Token ids to rows of a table, times ``multiplier``, which is rounded to their dtype as transformers has it."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, multiplier: float = 1.0) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.multiplier = multiplier
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (b, n) int64 -> (b, n, d)"""
+        rows = super().forward(x)
+        return rows if self.multiplier == 1 else rows * rows.new_full((), self.multiplier)
 
 
 class BoundTable(nn.Module):
@@ -242,7 +313,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.mixers = tuple(shape.mixers)
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens = TokenEmbedding(shape.vocab_size, shape.hidden_size, multiplier=shape.embedding_multiplier)
         d, self.positions, self.tpe, self.lower_bounds = shape.hidden_size, None, None, None
         if shape.learned_positions:
             self.positions = PositionTable(shape.learned_positions, d)
@@ -306,7 +377,8 @@ class CausalModel(nn.Module):
         """As ``Decoder``, with logits (b, n, V), or those of the last token (b, 1, V), for activations."""
         hidden, after = self.model(x, states, mask)
         output = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden[:, -1:] if last_only else hidden, output.weight), after
+        logits = F.linear(hidden[:, -1:] if last_only else hidden, output.weight)
+        return soft_capped(logits, self.shape.final_logit_cap), after
 
 
 class MaskedModel(nn.Module):
@@ -321,7 +393,7 @@ class MaskedModel(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (b, n), or embeddings; mask: (b, n) bool, the real tokens -> (b, n, V - 1), as the mask is no answer."""
         output = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(self.model(x, None, mask)[0], output.weight[:-1])
+        return soft_capped(F.linear(self.model(x, None, mask)[0], output.weight[:-1]), self.shape.final_logit_cap)
 
 
 class Classifier(nn.Module):

@@ -16,6 +16,7 @@ from lightscale.exchange.plain.mixers import (
     Attention,
     CosFormer2Mixer,
     LightNetMixer,
+    QueryKeyNorm,
     RopeScaling,
     State,
     TNLMixer,
@@ -23,7 +24,7 @@ from lightscale.exchange.plain.mixers import (
     ToeplitzForm,
     wavelengths,
 )
-from lightscale.exchange.plain.model import FORMS, BoundTable, Decoder, Norm, Shape, pooled
+from lightscale.exchange.plain.model import FORMS, BoundTable, Decoder, Norm, Shape, pooled, soft_capped
 
 
 class LightscaleConfig(PreTrainedConfig):
@@ -42,10 +43,15 @@ class LightscaleConfig(PreTrainedConfig):
         gate_ranks: dict[str, int] | None = None,
         glu_activation: str = "none",
         norm: str = "srmsnorm",
+        norm_placement: str = "pre",
+        zero_centered_norm: bool = False,
+        embedding_multiplier: float = 1.0,
+        final_logit_cap: float | None = None,
         rms_norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         softmax_attention: dict[str, Any] | None = None,
+        local_attention: dict[str, Any] | None = None,
         lightnet_causal: bool = True,
         lion: dict[str, dict[str, Any]] | None = None,
         pooling: str = "mean",
@@ -60,9 +66,11 @@ class LightscaleConfig(PreTrainedConfig):
         self.num_attention_heads, self.num_hidden_layers = num_attention_heads, len(mixers)
         self.mixers, self.gate_ranks = list(mixers), dict(gate_ranks or {})
         self.glu_activation, self.norm, self.rms_norm_eps = glu_activation, norm, rms_norm_eps
+        self.norm_placement, self.zero_centered_norm = norm_placement, zero_centered_norm
+        self.embedding_multiplier, self.final_logit_cap = embedding_multiplier, final_logit_cap
         self.initializer_range = initializer_range
-        # The fields of ``Attention``.
-        self.softmax_attention = softmax_attention
+        # The fields of ``Attention``, of the mixers "llama" and "llama-local".
+        self.softmax_attention, self.local_attention = softmax_attention, local_attention
         self.lightnet_causal, self.pooling = lightnet_causal, pooling
         # The fields of ``Lion``, by mixer.
         self.lion = lion or {}
@@ -76,9 +84,7 @@ class LightscaleConfig(PreTrainedConfig):
 
     def shape(self) -> Shape:
         """What the modules are made of."""
-        attention = dict(self.softmax_attention or {})
-        if attention.get("rope_scaling") is not None:
-            attention["rope_scaling"] = RopeScaling(**attention["rope_scaling"])
+        attention, local = (_attention(table or {}) for table in (self.softmax_attention, self.local_attention))
         return Shape(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -89,7 +95,12 @@ class LightscaleConfig(PreTrainedConfig):
             glu_activation=self.glu_activation,
             norm=self.norm,
             rms_norm_eps=self.rms_norm_eps,
-            attention=Attention(**attention),
+            norm_placement=self.norm_placement,
+            zero_centered_norm=self.zero_centered_norm,
+            embedding_multiplier=self.embedding_multiplier,
+            final_logit_cap=self.final_logit_cap,
+            attention=attention,
+            local_attention=local,
             scalar_decay=ScalarDecay(**(self.scalar_decay or {})),
             tied=self.tie_word_embeddings,
             lightnet_causal=self.lightnet_causal,
@@ -100,6 +111,11 @@ class LightscaleConfig(PreTrainedConfig):
             toeplitz=ToeplitzForm(**(self.toeplitz or {})),
             learned_positions=self.learned_positions,
         )
+
+
+def _attention(table: dict[str, Any]) -> Attention:
+    scaling = table.get("rope_scaling")
+    return Attention(**table | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
 
 
 class StateCache:
@@ -158,8 +174,8 @@ class LightscaleModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, Norm) and module.weight is not None:
-            nn.init.ones_(module.weight)
+        elif isinstance(module, (Norm, QueryKeyNorm)) and module.weight is not None:
+            nn.init.constant_(module.weight, 0.0 if module.zero_centered else 1.0)
         elif isinstance(module, BoundTable):
             nn.init.ones_(module.table)
         elif isinstance(module, ToeplitzEncoding):
@@ -238,7 +254,7 @@ class LightscaleForCausalLM(LightscaleModel, GenerationMixin):
             cache = StateCache() if past_key_values is None else past_key_values
             cache.update(states, x.size(1))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
+        logits = soft_capped(self.lm_head(hidden[:, kept]), self.config.final_logit_cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **more)
@@ -276,7 +292,7 @@ class LightscaleForMaskedLM(LightscaleModel):
             more: for the loss. Positions are not taken: they follow from the mask.
         """
         x, mask = given_tokens(input_ids, inputs_embeds, attention_mask)
-        logits = self.lm_head(self.model(x, None, mask)[0])
+        logits = soft_capped(self.lm_head(self.model(x, None, mask)[0]), self.config.final_logit_cap)
         logits = F.pad(logits[..., :-1], (0, 1), value=torch.finfo(logits.dtype).min)
         loss = None
         if labels is not None:

@@ -39,6 +39,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduce: Reduce | None,
         softmax: Softmax,
         chunk_tokens: int | None,
+        cap: float | None,
         with_gradients: bool,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:2]
@@ -48,10 +49,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wide = state_dtype(hidden.dtype)
             weights = hidden.new_ones(labels.shape, dtype=wide) if factors is None else factors.to(wide)
         found = chunked.forward(
-            hidden, weight, labels, ids, softmax, chunk_tokens, reduce=reduce, gradients=gradients, factors=weights
+            hidden,
+            weight,
+            labels,
+            ids,
+            softmax,
+            chunk_tokens,
+            reduce=reduce,
+            cap=cap,
+            gradients=gradients,
+            factors=weights,
         )
         ctx.save_for_backward(hidden, weight, labels, factors, *found)
-        ctx.ids, ctx.softmax, ctx.chunk_tokens = ids, softmax, chunk_tokens
+        ctx.ids, ctx.softmax, ctx.chunk_tokens, ctx.cap = ids, softmax, chunk_tokens, cap
         ctx.gradients = None if gradients is None else gradients.result()
         # In this order large logits cost no digits of the loss.
         losses = found.total.log() - (found.target - found.largest)
@@ -67,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # In place: the first backward pass consumes the gradients. A second pass over the same graph recomputes
             # them.
             gradients = tuple(None if gradient is None else scale_(gradient, dlosses[0]) for gradient in made)
-            return *gradients, *(None,) * 7
+            return *gradients, *(None,) * 8
         hidden, weight, labels, factors, *found = ctx.saved_tensors
         computed = chunked.backward(
             hidden,
@@ -78,9 +88,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlosses if factors is None else torch.where(factors == 0, 0.0, dlosses * factors),
             ctx.softmax,
             ctx.chunk_tokens,
+            cap=ctx.cap,
             needs=ctx.needs_input_grad[:2],
         )
-        return *computed, *(None,) * 7
+        return *computed, *(None,) * 8
 
 
 def linear_cross_entropy(
@@ -92,6 +103,7 @@ def linear_cross_entropy(
     first_id: int = 0,
     reduce: Reduce | None = None,
     loss_mask: Tensor | None = None,
+    cap: float | None = None,
     chunk_tokens: int | None = None,
     backend: str = AUTO,
 ) -> Tensor:
@@ -114,6 +126,7 @@ def linear_cross_entropy(
         reduce: replaces a tensor by its maximum or sum over the ranks that hold the other rows. The forward pass calls
             it for both in every chunk, the backward pass never.
         loss_mask: (...), factor of each loss, without a gradient; None for 1.
+        cap: logits s are cap tanh(s / cap), above 0 (arXiv 2408.00118, section 2); None: they are s.
         chunk_tokens: tokens whose logits exist at a time; by default as many as ``LOGITS_WORKSPACE_BYTES`` hold.
         backend: "auto", "triton", "chunked" (PyTorch's operators), "reference" (all logits at once, by
             autograd; one rank).
@@ -125,14 +138,14 @@ def linear_cross_entropy(
         UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of labels
             are checked on a CPU only: on a GPU a read would stall the stream.
     """
-    _check(hidden, weight, labels, num_ids, first_id, loss_mask, chunk_tokens)
+    _check(hidden, weight, labels, num_ids, first_id, loss_mask, chunk_tokens, cap)
     name = choose_backend("cross_entropy", hidden, backend)
     if name == "reference":
         if reduce is not None:
             raise UserError("linear_cross_entropy: backend 'reference' has no `reduce`; use 'auto' or 'chunked'")
         wide = state_dtype(hidden.dtype)
         return linear_cross_entropy_reference(
-            hidden.to(wide), weight.to(wide), labels, num_ids=num_ids, loss_mask=loss_mask
+            hidden.to(wide), weight.to(wide), labels, num_ids=num_ids, loss_mask=loss_mask, cap=cap
         )
     ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -146,6 +159,7 @@ def linear_cross_entropy(
         reduce,
         implementation("cross_entropy", name),
         chunk_tokens,
+        cap,
         torch.is_grad_enabled(),
     )
     return losses.view(labels.shape)
@@ -160,6 +174,7 @@ def linear_log_probability(
     num_ids: int,
     first_id: int = 0,
     reduce: Reduce | None = None,
+    cap: float | None = None,
     chunk_tokens: int | None = None,
     backend: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
@@ -168,11 +183,11 @@ def linear_log_probability(
     Arguments, errors and the pass over the logits are those of ``linear_cross_entropy``; hidden is (tokens, d) and
     labels (tokens,). The back-end "reference" means "chunked" here.
     """
-    _check(hidden, weight, labels, num_ids, first_id, None, chunk_tokens)
+    _check(hidden, weight, labels, num_ids, first_id, None, chunk_tokens, cap)
     name = choose_backend("cross_entropy", hidden, backend)
     softmax: Softmax = implementation("cross_entropy", "chunked" if name == "reference" else name)
     ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
-    found = chunked.forward(hidden, weight, labels, ids, softmax, chunk_tokens, reduce=reduce)
+    found = chunked.forward(hidden, weight, labels, ids, softmax, chunk_tokens, reduce=reduce, cap=cap)
     return (found.target - found.largest) - found.total.log(), found.target >= found.largest
 
 
@@ -184,6 +199,7 @@ def _check(
     first_id: int,
     loss_mask: Tensor | None,
     chunk_tokens: int | None,
+    cap: float | None,
 ) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise UserError(
@@ -205,6 +221,8 @@ def _check(
         raise UserError(f"num_ids must be at least 1 and first_id at least 0, got {num_ids} and {first_id}")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise UserError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    if cap is not None and cap <= 0:
+        raise UserError(f"cap must be above 0, got {cap}")
     if labels.device.type == "cpu":
         counted = labels if loss_mask is None else labels[loss_mask != 0]
         wrong = counted[(counted < 0) | (counted >= num_ids)]

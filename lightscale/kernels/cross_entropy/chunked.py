@@ -140,6 +140,14 @@ def logits_of_chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int | None) -
         yield tokens, torch.mm(some, weight.mT, out=room[: len(some)])
 
 
+def capped_(logits: Tensor, cap: float) -> Tensor:
+    """Replace the logits s by cap tanh(s / cap), rounded once; the derivative 1 - tanh², fp32 at least."""
+    tanh = logits.to(state_dtype(logits.dtype), copy=True).div_(cap).tanh_()
+    torch.mul(tanh, cap, out=logits)
+    # Of the tanh that is not rounded: near the cap a rounded one has no digits of the derivative.
+    return tanh.square_().neg_().add_(1)
+
+
 class LossGradients:
     """Gradients of hidden (tokens, d) and weight (V / ranks, d), by chunks; ``needs`` selects them.
 
@@ -175,11 +183,13 @@ def forward(
     chunk_tokens: int | None,
     *,
     reduce: Reduce | None,
+    cap: float | None = None,
     gradients: LossGradients | None = None,
     factors: Tensor | None = None,
 ) -> Statistics:
     """The statistics of all tokens and ranks: hidden (tokens, d), weight (V / ranks, d), labels (tokens,).
 
+    ``cap``: see ``capped_``; None: logits stay as they are.
     ``gradients`` collects the gradients of the sum of the losses times ``factors`` (tokens,); None: no gradients.
     """
     parts = []
@@ -189,12 +199,13 @@ def forward(
 
     with torch.autocast(hidden.device.type, enabled=False):
         for tokens, logits in logits_of_chunks(hidden, weight, chunk_tokens):
+            slope = None if cap is None else capped_(logits, cap)
             if gradients is None or factors is None:
                 parts.append(softmax.statistics(logits, labels[tokens], ids))
                 continue
             # Reduced per chunk, not once for all chunks: the gradient needs the sums of all ranks.
             parts.append(softmax.statistics_and_gradient_(logits, labels[tokens], ids, factors[tokens], over_ranks))
-            gradients.add(tokens, logits)
+            gradients.add(tokens, logits if slope is None else logits.mul_(slope))
     if not parts:
         return Statistics(*hidden.new_zeros(3, 0, dtype=state_dtype(hidden.dtype)))
     found = Statistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -221,6 +232,7 @@ def backward(
     softmax: Softmax,
     chunk_tokens: int | None,
     *,
+    cap: float | None = None,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight for any cotangents ``dlosses`` (tokens,), from the statistics of all ranks."""
@@ -228,9 +240,10 @@ def backward(
     with torch.autocast(hidden.device.type, enabled=False):
         # The logits again, by the product of the forward pass: to keep them would take 2 V bytes per token.
         for tokens, logits in logits_of_chunks(hidden, weight, chunk_tokens):
+            slope = None if cap is None else capped_(logits, cap)
             part = Statistics(*(x[tokens] for x in found))
             softmax.gradient_(logits, labels[tokens], ids, part, dlosses[tokens])
-            gradients.add(tokens, logits)
+            gradients.add(tokens, logits if slope is None else logits.mul_(slope))
     return gradients.result()
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightscale.errors import UserError
 
-ACTIVATIONS = ("none", "sigmoid", "silu")
+ACTIVATIONS = ("none", "sigmoid", "silu", "gelu_tanh")
 
 
 def check_activation(name: str, activation: str) -> None:
@@ -15,9 +15,11 @@ def check_activation(name: str, activation: str) -> None:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """The activation of x: x itself, 1 / (1 + e^-x), or x / (1 + e^-x)."""
+    """The activation of x: x itself, 1 / (1 + e^-x), x / (1 + e^-x), or GELU with tanh (arXiv 1606.08415)."""
     if activation == "none":
         return x
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
     return torch.sigmoid(x) if activation == "sigmoid" else torch.nn.functional.silu(x)
 
 
@@ -29,4 +31,6 @@ def activate_bwd(x: Tensor, dvalue: Tensor, activation: str) -> tuple[Tensor, Te
     # PyTorch's own backward passes: one pass over memory each.
     if activation == "sigmoid":
         return value, torch.ops.aten.sigmoid_backward(dvalue, value)
+    if activation == "gelu_tanh":
+        return value, torch.ops.aten.gelu_backward(dvalue, x, approximate="tanh")
     return value, torch.ops.aten.silu_backward(dvalue, x)

@@ -1,9 +1,17 @@
 """The gated linear unit's activation, by autograd: the oracle of every other form."""
 
+import math
+
+import torch
 from torch import Tensor
 from torch.nn.functional import sigmoid, silu
 
-_FUNCTIONS = {"none": lambda x: x, "sigmoid": sigmoid, "silu": silu}
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+_FUNCTIONS = {"none": lambda x: x, "sigmoid": sigmoid, "silu": silu, "gelu_tanh": _gelu_tanh}
 
 
 def glu_reference(x: Tensor, activation: str) -> Tensor:

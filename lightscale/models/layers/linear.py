@@ -1,5 +1,7 @@
 """Linear layers: Megatron's, with their initial weights, the gated linear unit and the output layer."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +116,18 @@ class ReplicatedLinear(nn.Module):
         return out
 
 
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": _identity,
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Those of gated linear units, by name, for Megatron's configuration."""
+
+
 class GatedLinearUnit(MLP):
     """Megatron's feed-forward layer, x -> W_2 (activation(gate) * up), its product in one pass.
 
@@ -122,7 +136,7 @@ class GatedLinearUnit(MLP):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-        self.activation = "silu" if config.activation_func is F.silu else "none"
+        (self.activation,) = (name for name, one in ACTIVATIONS.items() if one is config.activation_func)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
@@ -133,12 +147,26 @@ class GatedLinearUnit(MLP):
         return out, bias
 
 
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap), in fp32 for half precision and rounded once; None: the logits."""
+    if cap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (cap * torch.tanh(wide / cap)).to(logits.dtype)
+
+
 class OutputLayer(ColumnParallelLinear):
     """Megatron's output layer, which with labels returns losses and never holds the logits.
 
     The losses are computed inside the module: Megatron waits for the gathered weights of a module, and starts to gather
     the next ones, in its forward.
+
+    ``cap``: logits s are cap tanh(s / cap); None: they are s.
     """
+
+    def __init__(self, *args: Any, cap: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cap = cap
 
     def forward(
         self,
@@ -155,10 +183,10 @@ class OutputLayer(ColumnParallelLinear):
         """
         if labels is None:
             logits, bias = super().forward(hidden, weight=weight)
-            return logits, bias
+            return soft_capped(logits, self.cap), bias
         # The embedding's weight where tied and one stage holds both ends of the model, else this layer's.
         rows = self.weight if weight is None else weight
         losses = vocab_parallel_linear_cross_entropy(
-            hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group, loss_mask=loss_mask
+            hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group, loss_mask=loss_mask, cap=self.cap
         )
         return losses, None

@@ -1,5 +1,6 @@
 """Norms: simple RMS norm, RMS norm with a weight, LayerNorm, norms of heads, and over channels of all tensor ranks."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,21 +28,21 @@ class SRMSNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm with a weight (arXiv 1910.07467)."""
+    """RMS norm with a weight (arXiv 1910.07467), or with 1 + weight (``layernorm_zero_centered_gamma``)."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(
             torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         # Tensor ranks hold other tokens each: the engine sums the gradient over them.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        set_initializer(self.weight, ones)
+        set_initializer(self.weight, zeros if self.zero_centered else ones)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d) -> (..., d), computed in fp32 for half precision."""
-        return norm(x, self.weight, eps=self.eps)
+        return norm(x, _factor(self.weight, self.zero_centered), eps=self.eps)
 
 
 class LayerNorm(SRMSNorm):
@@ -75,6 +76,26 @@ class LayerNormAndInput(LayerNorm):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """x: (..., d) -> (normalised, x)."""
         return super().forward(x), x
+
+
+class NormedSum(nn.Module):
+    """Megatron's hook between a sublayer and the residual stream: x + norm(y), y the sublayer's output.
+
+    Args:
+        norm: class of the norm; config, hidden_size, eps: its arguments.
+    """
+
+    def __init__(self, norm: Callable[..., nn.Module], config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.layernorm = norm(config, hidden_size, eps)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """The sum, of ((y, None), x, dropout): y and x (n / tensor, b, d)."""
+        return self._add
+
+    def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        normed: Tensor = self.layernorm(output[0])
+        return residual + normed
 
 
 class HeadNorm(nn.Module):

@@ -9,12 +9,14 @@ or within room that was made for it. Options:
 ``num_key_value_heads``   several heads of queries share one of keys and values (arXiv 2305.13245)
 ``qk_norm``               an RMS norm of queries and keys precedes the rotation (arXiv 2302.05442, section 2.1)
 ``positions``, ``rope_fraction``  no rotation (arXiv 2305.19466), or one of the first channels of each head
+``softmax_scale``         the factor of scores in the place of 1 / sqrt(head_dim)
 ``window``                the sum is over the last W tokens, t - s < W (arXiv 2310.06825); so much is kept of the cache
 ``attention_logit_cap``   scores are cap tanh(s / cap) (arXiv 2408.00118, section 2)
 ``attention_sinks``       exp of a learned logit of the head joins the softmax's sum (arXiv 2309.17453, section 3.2)
 ``output_gate``           o ⊙ σ(x W_g) goes on to the output projection (arXiv 2505.06708)
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +55,8 @@ class LLaMA(Mixer):
         num_key_value_heads, self.head_dim = llama_heads(model, self.layer)
         width, bias = model.num_heads * self.head_dim, options.attention_bias
         self.window, self.cap = options.window, options.attention_logit_cap
+        # Kernels divide by sqrt(head_dim): queries make up for it.
+        self.query_factor = None if options.softmax_scale is None else options.softmax_scale * math.sqrt(self.head_dim)
         self.sinks = None
         if options.attention_sinks:
             self.sinks = HeadParameter(config, "logit", (model.num_heads,), zeros, group, wide=True)
@@ -89,7 +93,8 @@ class LLaMA(Mixer):
         phases = None if self.rotary is None else self.rotary(context.positions)
         finish = self._begin(_placed(k, self.k_norm, phases), v, context)
         q, *gate = self._heads(self.q_proj, x, 2 if self.has_gate else 1)
-        o = finish(_placed(q, self.q_norm, phases))
+        q = _placed(q, self.q_norm, phases)
+        o = finish(q if self.query_factor is None else q * self.query_factor)
         if gate:
             o = o * torch.sigmoid(gate[0])
         out: Tensor = self.out_proj(o.transpose(0, 1).flatten(2))[0]

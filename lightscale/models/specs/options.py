@@ -271,6 +271,8 @@ class LLaMAOptions(Section):
     """Whether that norm multiplies by 1 + weight, as in Qwen3-Next and Gemma 3; false: by the weight."""
     window: SequenceLength | None = None
     """Tokens that one sees, itself the last of them (transformers' sliding_window); none: all before it."""
+    softmax_scale: Positive | None = None
+    """Factor of scores; none: head_dim ^ -0.5. Gemma 2: its query_pre_attn_scalar ^ -0.5."""
     attention_logit_cap: Positive | None = None
     """Most of a score before the softmax, by tanh, as in Gemma 2; none: scores are not limited."""
     attention_sinks: bool = False
@@ -317,9 +319,15 @@ def rotary_width(model: ModelConfig, layer: int) -> int:
 
 def check_llama(model: ModelConfig) -> None:
     """Heads of keys and values are shared evenly, and rotary positions turn channels in pairs."""
-    key, layer = "model.mixer_options.llama", model.layers.index("llama")
+    for name, options in model.mixer_options.items():
+        if isinstance(options, LLaMAOptions):
+            _check_heads(model, name, options)
+
+
+def _check_heads(model: ModelConfig, name: str, options: LLaMAOptions) -> None:
+    key, layer = f"model.mixer_options.{name}", model.layers.index(name)
     heads, width = llama_heads(model, layer)
-    options, rotated = llama_options(model, layer), rotary_width(model, layer)
+    rotated = rotary_width(model, layer)
     if model.num_heads % heads:
         raise UserError(
             f"{key}.num_key_value_heads = {heads} does not divide model.num_heads = {model.num_heads}; use "
@@ -330,14 +338,14 @@ def check_llama(model: ModelConfig) -> None:
     if options.rope_fraction < 1 and (rotated < 2 or rotated % 2):
         pairs = max(1, round(rotated / 2))
         raise UserError(
-            f"{key}.rope_fraction = {options.rope_fraction} of {width} channels is {rotated}, but llama rotates "
+            f"{key}.rope_fraction = {options.rope_fraction} of {width} channels is {rotated}, but {name} rotates "
             f"channels in pairs; use {2 * pairs / width}"
         )
     if rotated % 2 and options.head_dim is not None:
-        raise UserError(f"{key}.head_dim = {width}: llama rotates channels in pairs; use {width + 1}")
+        raise UserError(f"{key}.head_dim = {width}: {name} rotates channels in pairs; use {width + 1}")
     if rotated % 2:
         raise UserError(
-            f"model.hidden_size = {model.hidden_size} and model.num_heads = {model.num_heads} give llama heads of "
+            f"model.hidden_size = {model.hidden_size} and model.num_heads = {model.num_heads} give {name} heads of "
             f"{width} channels, but it rotates channels in pairs; use an even number, such as "
             f"model.hidden_size = {(width + 1) * model.num_heads}, or {key}.head_dim"
         )

@@ -4,6 +4,7 @@ On one rank with packed documents; on two tensor ranks; on two sequence ranks wi
 on from a state; and as the plain model that is exported.
 """
 
+import itertools
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ SCALINGS: list[dict[str, Any]] = [
 AXES: dict[str, list[Any]] = {
     "qk_norm": ["none", "head", "all"],
     "zero_centered_norm": [False, True],
-    "heads": [{}, {"num_key_value_heads": 2, "head_dim": 12}],
+    "heads": [{}, {"num_key_value_heads": 2, "head_dim": 12, "softmax_scale": 0.7}],
     "attention_bias": ["none", "all"],
     "positions": ["rope", "none"],
     "rope_fraction": [1.0, 0.5],
@@ -57,8 +58,17 @@ AXES: dict[str, list[Any]] = {
     "rope_scaling": [None, *SCALINGS],
 }
 """Values of each option, or tables of some that go together."""
+OF_MODEL: dict[str, list[Any]] = {
+    "norm_placement": ["pre", "post", "both"],
+    "zero_centered_norm": [False, True],
+    "embedding_multiplier": [1.0, 5.5],
+    "final_logit_cap": [None, 2.0],
+    "glu_activation": ["silu", "gelu_tanh"],
+}
+"""The same of the model, beside those of the mixer."""
 SHAPE: dict[str, Any] = {
-    "mixer": ["tnl", "llama"],
+    # A layer of one kind of softmax attention below the one whose options are drawn.
+    "mixer": ["llama-local", "llama"],
     "num_layers": 2,
     "hidden_size": 32,
     "num_heads": 4,
@@ -70,6 +80,8 @@ SHAPE: dict[str, Any] = {
 }
 
 
+LOCAL: dict[str, Any] = {"num_key_value_heads": 2, "qk_norm": "head", "rope_theta": 300.0, "window": 7}
+"""Options of the lower layer."""
 USUAL = {"qk_norm": "head", "positions": "rope"}
 """What does not exclude other options."""
 
@@ -85,11 +97,15 @@ def valid(options: dict[str, Any]) -> dict[str, Any]:
 
 def drawn() -> dict[str, ModelConfig]:
     found: dict[str, ModelConfig] = {}
+    # In turn: the product of both would be long.
+    of_model = itertools.cycle(drawing.covering("llama's model", *OF_MODEL.values()))
     for values in drawing.covering("llama", *AXES.values()):
         options: dict[str, Any] = {}
         for axis, value in zip(AXES, values, strict=True):
             options |= value if axis == "heads" else {axis: value}
-        model = ModelConfig.model_validate({**SHAPE, "mixer_options": {"llama": valid(options)}})
+        table = {**SHAPE, **dict(zip(OF_MODEL, next(of_model), strict=True))}
+        table["mixer_options"] = {"llama": valid(options), "llama-local": LOCAL}
+        model = ModelConfig.model_validate(table)
         if model not in found.values():
             found[f"drawn-{len(found)}"] = model
     return found
@@ -173,7 +189,8 @@ def test_the_plain_model_is_the_trained_one(name: str, computed: dict[str, Any])
     model, weights = MODELS[name], computed["ranks"][name][0]
     shape = shape_of(model, vocab_size=parity.VOCAB_SIZE)
     read = model_of(shape)
-    assert read.mixer_options["llama"] == model.mixer_options["llama"]
+    assert read.mixer_options == model.mixer_options
+    assert all(getattr(read, key) == getattr(model, key) for key in OF_MODEL)
     assert shape_of(read, vocab_size=shape.vocab_size) == shape
     module = CausalModel(shape).double()
     taken = exported_tensors(model, vocab_size=shape.vocab_size)
@@ -222,6 +239,8 @@ def test_all_values_are_drawn() -> None:
             some = [model.mixer_options["llama"] for model in MODELS.values()]
             keys = value if axis == "heads" else [axis]
             assert any(all(getattr(one, key) == getattr(table, key) for key in keys) for one in some), (axis, value)
+    for key, values in OF_MODEL.items():
+        assert {getattr(model, key) for model in MODELS.values()} == {*values}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ GROUPED = "grouped heads"
 CONVOLVED = "mamba-2"
 CAUSAL: dict[str, list[str]] = {name: [f"{name}*2"] for name in reading("causal")}
 # Not CausalRN: under a seventh layer bf16's rounding at first tokens, which TNL's norm magnifies, fills the gradient.
-IN_ONE_STACK = [name for name in reading("causal") if name != "causal-rn"]
+# Nor llama-local, whose class the stack has already.
+IN_ONE_STACK = [name for name in reading("causal") if name not in ("causal-rn", "llama-local")]
 CAUSAL |= {HYBRID: IN_ONE_STACK, GROUPED: ["tnl", "llama"], CONVOLVED: ["decay-attention*2"]}
 """Stacks that generate."""
 WHOLE = "lightnet of whole documents"

@@ -6,13 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of x: x itself, 1 / (1 + e^-x), or x / (1 + e^-x)."""
+    """The activation of x: x itself, 1 / (1 + e^-x), x / (1 + e^-x), or GELU with tanh."""
     if ACTIVATION == "none":
         value = x
     elif ACTIVATION == "sigmoid":
         value = tl.sigmoid(x)
-    else:
+    elif ACTIVATION == "silu":
         value = x * tl.sigmoid(x)
+    else:
+        # (1 + tanh u) / 2 is the sigmoid of 2 u, u = sqrt(2 / pi) (x + 0.044715 x^3).
+        value = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return value
 
 
@@ -24,6 +27,9 @@ def slope(x, ACTIVATION: tl.constexpr):
         value = tl.full(x.shape, 1.0, tl.float32)
     elif ACTIVATION == "sigmoid":
         value = s * (1.0 - s)
-    else:
+    elif ACTIVATION == "silu":
         value = s * (1.0 + x * (1.0 - s))
+    else:
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        value = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 3 * 0.044715 * x * x)
     return value

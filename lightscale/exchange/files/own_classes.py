@@ -1,0 +1,519 @@
+"""Models that transformers computes with its own classes: what config.json says of each, read and written.
+
+A class reads its configuration as a ``Shape``, and writes that of any shape. A shape is a model of a class if what the
+class writes reads as the same shape: no list of differences can forget one.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from lightscale.config.section import MOST_LAYERS, MOST_SEQUENCE_TOKENS
+from lightscale.errors import UserError
+from lightscale.exchange.files.config_fields import ACTIVATIONS, Exact, Known, Positive, Share, Tokens, Width, shape_of
+from lightscale.exchange.files.weights import TensorRows, tensor_shapes
+from lightscale.exchange.plain.mixers import Attention, RopeScaling
+from lightscale.exchange.plain.model import SOFTMAX_MIXERS, Shape
+from lightscale.models.specs.options import RopeScalingOptions, rope_keys
+from lightscale.training.checkpoints.schema import checked
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_NAMES = {activation: ours for ours, activation in ACTIVATIONS.items()}
+
+
+class _Rope(Exact):
+    """Both what transformers 5 writes, and what 4 wrote as rope_scaling."""
+
+    rope_theta: Positive | None = None
+    rope_type: Literal["default", "llama3", "yarn", "linear"] | None = None
+    type: Literal["default", "llama3", "yarn", "linear"] | None = None
+    """Its older name."""
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Tokens | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: Positive | None = None
+    truncate: bool | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
+
+    def scaling(self, path: Path) -> RopeScaling | None:
+        """None: unscaled."""
+        kind = self.rope_type or self.type or "default"
+        if kind == "default":
+            return None
+        # transformers ignores keys of other types.
+        values = self.model_dump(include=set(rope_keys(kind)), exclude_none=True) | {"rope_type": kind}
+        if kind == "yarn" and self.attention_factor is None and self.mscale and self.mscale_all_dim and self.factor:
+            # As in DeepSeek's models: two factors by which scores grow, one of which the rotation does not have.
+            slow = 0.1 * math.log(max(1.0, self.factor))
+            values["attention_factor"] = (self.mscale * slow + 1) / (self.mscale_all_dim * slow + 1)
+        return RopeScaling(**checked(RopeScalingOptions, values, path, "rope_parameters").model_dump())
+
+
+class _Layered(Known):
+    """What is not said has transformers' default, which ``defaults`` has where it is not null for all models.
+
+    Subclasses change what differs in a model's attention, by layer (from 0), or in its blocks.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {}
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    hidden_act: Literal["silu", "linear", "gelu_pytorch_tanh"] = "silu"
+    attention_bias: bool = False
+    mlp_bias: Literal[False] = False
+    tie_word_embeddings: bool = False
+    rope_theta: Positive = 10000.0
+    sliding_window: Annotated[int, Field(ge=1)] | None = None
+    layer_types: list[Literal["sliding_attention", "full_attention"]] | None = None
+
+    def rope(self, layer: int) -> _Rope:
+        """The rotary positions of a layer."""
+        return _Rope()
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer has the window, if there is one."""
+        return False
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        """``Attention`` of a layer."""
+        heads = self.num_key_value_heads or self.num_attention_heads
+        width = self.head_dim or self.hidden_size // self.num_attention_heads
+        # A window that hides nothing is none.
+        is_hidden = self.sliding_window is not None and self.sliding_window < self.max_position_embeddings
+        rope = self.rope(layer)
+        return {
+            "num_key_value_heads": None if heads == self.num_attention_heads else heads,
+            "head_dim": None if width * self.num_attention_heads == self.hidden_size else width,
+            "rope_theta": rope.rope_theta or self.rope_theta,
+            "rope_scaling": rope.scaling(path),
+            "bias": self.attention_bias,
+            "output_bias": self.attention_bias,
+            "window": self.sliding_window if is_hidden and self.slides(layer) else None,
+        }
+
+    def blocks(self) -> dict[str, Any]:
+        """Other fields of ``Shape``."""
+        return {"glu_activation": _NAMES[self.hidden_act]}
+
+    def shape(self, path: Path) -> Shape:
+        """UserError for what no model here has."""
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise UserError(
+                f"{path}: layer_types has {len(self.layer_types)} entries; use {self.num_hidden_layers}, as "
+                "num_hidden_layers has it"
+            )
+        layers = [Attention(**self.attention(layer, path)) for layer in range(self.num_hidden_layers)]
+        kinds = list(dict.fromkeys(layers))
+        if len(kinds) > len(SOFTMAX_MIXERS):
+            raise UserError(
+                f"{path}: {len(kinds)} kinds of softmax layers, which differ in windows or positions; use at most two"
+            )
+        # Those with a window are local; of others the first kind is "llama".
+        kinds.sort(key=lambda one: one.window is not None)
+        names = dict(zip(kinds, SOFTMAX_MIXERS, strict=False))
+        return shape_of(
+            self,
+            mixers=tuple(names[layer] for layer in layers),
+            norm="rmsnorm",
+            attention=kinds[0],
+            local_attention=kinds[1] if len(kinds) > 1 else Attention(),
+            tied=self.tie_word_embeddings,
+            **self.blocks(),
+        )
+
+
+class _Llama(_Layered):
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+
+    def rope(self, layer: int) -> _Rope:
+        return self.rope_parameters or self.rope_scaling or _Rope()
+
+
+class _Mistral(_Llama):
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    }
+
+    def slides(self, layer: int) -> bool:
+        return True
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        return super().attention(layer, path) | {"bias": False, "output_bias": False}
+
+
+class _Qwen2(_Llama):
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+    }
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+
+    def slides(self, layer: int) -> bool:
+        if not self.use_sliding_window:
+            return False
+        return layer >= self.max_window_layers if self.layer_types is None else self.layer_types[layer] == _SLIDING
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        # It does not say it: queries, keys and values have biases, and outputs none.
+        return super().attention(layer, path) | {"bias": True, "output_bias": False}
+
+
+class _Qwen3(_Qwen2):
+    defaults: ClassVar[dict[str, Any]] = {**_Qwen2.defaults, "head_dim": 128}
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        biases = {"bias": self.attention_bias, "output_bias": self.attention_bias}
+        return super().attention(layer, path) | biases | {"qk_norm": "head"}
+
+
+class _Olmo2(_Llama):
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        return super().attention(layer, path) | {"qk_norm": "all"}
+
+    def blocks(self) -> dict[str, Any]:
+        return super().blocks() | {"norm_placement": "post"}
+
+
+class _RopeOfKinds(Exact):
+    full_attention: _Rope | None = None
+    sliding_attention: _Rope | None = None
+
+
+class _Olmo3(_Layered):
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}
+    rope_scaling: _Rope | None = None
+    rope_parameters: _RopeOfKinds | None = None
+
+    def slides(self, layer: int) -> bool:
+        return (layer + 1) % 4 != 0 if self.layer_types is None else self.layer_types[layer] == _SLIDING
+
+    def rope(self, layer: int) -> _Rope:
+        if self.rope_parameters is None:
+            # Layers with a window are not scaled.
+            return _Rope() if self.slides(layer) else self.rope_scaling or _Rope()
+        of_kinds = self.rope_parameters
+        return (of_kinds.sliding_attention if self.slides(layer) else of_kinds.full_attention) or _Rope()
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        return super().attention(layer, path) | {"qk_norm": "all"}
+
+    def blocks(self) -> dict[str, Any]:
+        return super().blocks() | {"norm_placement": "post"}
+
+
+class _SmolLM3(_Llama):
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    }
+    use_sliding_window: bool = False
+    no_rope_layers: list[Literal[0, 1]] | None = None
+    """1 for each layer with rotary positions."""
+    no_rope_layer_interval: Annotated[int, Field(ge=1)] = 4
+
+    def turns(self, layer: int) -> bool:
+        """Whether a layer has rotary positions."""
+        every = self.no_rope_layers
+        return (layer + 1) % self.no_rope_layer_interval != 0 if every is None else bool(every[layer])
+
+    def slides(self, layer: int) -> bool:
+        if not self.use_sliding_window:
+            return False
+        return not self.turns(layer) if self.layer_types is None else self.layer_types[layer] == _SLIDING
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
+            raise UserError(
+                f"{path}: no_rope_layers has {len(self.no_rope_layers)} entries; use {self.num_hidden_layers}, as "
+                "num_hidden_layers has it"
+            )
+        found = super().attention(layer, path)
+        if self.turns(layer):
+            return found
+        usual = Attention()
+        return found | {"positions": "none", "rope_theta": usual.rope_theta, "rope_scaling": None}
+
+
+class _Gemma2(_Llama):
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    }
+    hidden_activation: Literal["silu", "linear", "gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    query_pre_attn_scalar: Annotated[int, Field(ge=1)] = 256
+    final_logit_softcapping: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    use_bidirectional_attention: Literal[False] | None = None
+
+    def slides(self, layer: int) -> bool:
+        return layer % 2 == 0 if self.layer_types is None else self.layer_types[layer] == _SLIDING
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        width = self.head_dim or self.hidden_size // self.num_attention_heads
+        scalar = self.query_pre_attn_scalar
+        return super().attention(layer, path) | {
+            "softmax_scale": None if scalar == width else scalar**-0.5,
+            "attention_logit_cap": self.attn_logit_softcapping,
+        }
+
+    def blocks(self) -> dict[str, Any]:
+        return {
+            "glu_activation": _NAMES[self.hidden_activation],
+            "norm_placement": "both",
+            "zero_centered_norm": True,
+            "embedding_multiplier": math.sqrt(self.hidden_size),
+            "final_logit_cap": self.final_logit_softcapping,
+        }
+
+
+class _PartialRope(_Rope):
+    partial_rotary_factor: Share | None = None
+
+
+class _Phi3(_Layered):
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    rope_scaling: _PartialRope | None = None
+    rope_parameters: _PartialRope | None = None
+    partial_rotary_factor: Share = 1.0
+
+    def rope(self, layer: int) -> _PartialRope:
+        return self.rope_parameters or self.rope_scaling or _PartialRope()
+
+    def slides(self, layer: int) -> bool:
+        return True
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        return super().attention(layer, path) | {
+            "bias": False,
+            "output_bias": False,
+            "rope_fraction": self.rope(layer).partial_rotary_factor or self.partial_rotary_factor,
+        }
+
+
+_CLASSES: dict[str, tuple[str, type[_Layered]]] = {
+    "llama": ("Llama", _Llama),
+    "mistral": ("Mistral", _Mistral),
+    "qwen2": ("Qwen2", _Qwen2),
+    "qwen3": ("Qwen3", _Qwen3),
+    "olmo2": ("Olmo2", _Olmo2),
+    "olmo3": ("Olmo3", _Olmo3),
+    "smollm3": ("SmolLM3", _SmolLM3),
+    "gemma2": ("Gemma2", _Gemma2),
+    "phi3": ("Phi3", _Phi3),
+}
+"""By model_type: transformers' name, and its configuration. Of two that compute the same the first is written."""
+OWN_TYPES = tuple(_CLASSES)
+_DIVIDED = ("llama", "gemma2")
+"""Models whose class refuses a hidden_size that num_attention_heads does not divide, whatever head_dim says."""
+_FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "phi3": {
+        "self_attn.qkv_proj.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    }
+}
+"""By model_type: a layer's tensors that hold the rows of several, in this order."""
+
+
+def read_own(content: dict[str, Any], path: Path) -> tuple[Shape, int]:
+    """The shape that ``content``, of one of ``OWN_TYPES``, describes, and the longest sequence. UserError otherwise."""
+    _, kind = _CLASSES[content["model_type"]]
+    own = checked(kind, kind.defaults | content, path)
+    return own.shape(path), own.max_position_embeddings
+
+
+def own_type(shape: Shape) -> str | None:
+    """The model_type of transformers' own model that computes ``shape``; None: there is none."""
+    if not {*shape.mixers} <= {*SOFTMAX_MIXERS} or not shape.intermediate_size:
+        return None
+    for name, (_, kind) in _CLASSES.items():
+        if name in _DIVIDED and shape.hidden_size % shape.num_attention_heads:
+            continue
+        content = _sizes(shape) | own_keys(shape, name) | {"max_position_embeddings": MOST_SEQUENCE_TOKENS}
+        try:
+            found = kind.model_validate(kind.defaults | content).shape(Path())
+        except (ValidationError, UserError):
+            continue
+        if found == shape:
+            return name
+    return None
+
+
+def own_class(name: str) -> str:
+    """What transformers calls the model ``name`` of ``OWN_TYPES``, such as "Llama"."""
+    return _CLASSES[name][0]
+
+
+def tensor_places(shape: Shape, name: str | None) -> dict[str, TensorRows]:
+    """Of every tensor of the plain model, where the files of an export have it.
+
+    ``name``: of ``OWN_TYPES``; None: files that are read by our own class.
+    """
+    found, sizes = dict[str, TensorRows](), tensor_shapes(shape)
+    fused = {part: (whole, parts) for whole, parts in _FUSED.get(name or "", {}).items() for part in parts}
+    for plain in sizes:
+        own = plain if name is None else plain.replace(".mixer.", ".self_attn.")
+        layer, part = _layer_of(own)
+        if part not in fused:
+            found[plain] = TensorRows(key=own)
+            continue
+        whole, parts = fused[part]
+        before = [sizes[f"{layer}.{one}".replace(".self_attn.", ".mixer.")][0] for one in parts]
+        first = sum(before[: parts.index(part)])
+        rows = (first, first + before[parts.index(part)])
+        found[plain] = TensorRows(key=f"{layer}.{whole}", ranges=(rows,))
+    return found
+
+
+def whole_shapes(places: Mapping[str, TensorRows], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that hold ``places``, by their names there; ``sizes``: of the plain model's."""
+    found: dict[str, tuple[int, ...]] = {}
+    for plain, place in places.items():
+        rows, *rest = sizes[plain]
+        found[place.key] = (rows + (found[place.key][0] if place.key in found else 0), *rest)
+    return found
+
+
+def _layer_of(name: str) -> tuple[str, str]:
+    """model.layers.3.mlp.up_proj.weight -> model.layers.3, mlp.up_proj.weight."""
+    *layer, part = name.split(".", 3)
+    return ".".join(layer), part
+
+
+def _sizes(shape: Shape) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_hidden_layers": len(shape.mixers),
+        "intermediate_size": shape.intermediate_size,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+def own_keys(shape: Shape, name: str) -> dict[str, Any]:
+    """What config.json of the model ``name`` of ``OWN_TYPES`` says beside the sizes; of another model, the nearest."""
+    attentions = shape.attentions()
+    layers = [attentions[mixer] for mixer in shape.mixers]
+    first = layers[0]
+    keys = {
+        "num_key_value_heads": first.num_key_value_heads or shape.num_attention_heads,
+        "head_dim": first.head_dim or shape.hidden_size // shape.num_attention_heads,
+        "hidden_act": ACTIVATIONS[shape.glu_activation],
+        "rope_parameters": _rope_of(next((one for one in layers if one.positions == "rope"), first)),
+    }
+    return keys | _WRITERS[name](shape, layers)
+
+
+def _rope_of(attention: Attention) -> dict[str, Any]:
+    usual = asdict(RopeScaling(factor=1.0)) | {"rope_type": None, "factor": None}
+    scaling = {} if attention.rope_scaling is None else asdict(attention.rope_scaling)
+    said = {key: value for key, value in scaling.items() if value != usual[key]}
+    return {"rope_theta": attention.rope_theta, "rope_type": "default"} | said
+
+
+def _window_keys(layers: list[Attention]) -> dict[str, Any]:
+    """The window, and the layers that have it."""
+    windows = [one.window for one in layers if one.window is not None]
+    types = [_FULL if one.window is None else _SLIDING for one in layers]
+    return {"sliding_window": windows[0] if windows else None, "layer_types": types}
+
+
+def _optional_window_keys(layers: list[Attention]) -> dict[str, Any]:
+    """The same where a switch turns it on; nothing of a window that is not there."""
+    found = _window_keys(layers)
+    is_on = found["sliding_window"] is not None
+    return {"use_sliding_window": is_on} | ({**found, "max_window_layers": 0} if is_on else {})
+
+
+def _llama_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    return {"attention_bias": layers[0].bias, "mlp_bias": False}
+
+
+def _mistral_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    return {"sliding_window": layers[0].window}
+
+
+def _qwen2_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    return _optional_window_keys(layers)
+
+
+def _qwen3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    return {"attention_bias": layers[0].bias, **_optional_window_keys(layers)}
+
+
+def _olmo2_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    return {"attention_bias": layers[0].bias}
+
+
+def _olmo3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    local, whole = ([one for one in layers if (one.window is None) == is_whole] for is_whole in (False, True))
+    rope = {_FULL: _rope_of((whole or local)[0]), _SLIDING: _rope_of((local or whole)[0])}
+    return {"attention_bias": layers[0].bias, **_window_keys(layers), "rope_parameters": rope}
+
+
+def _smollm3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    turned = [int(one.positions == "rope") for one in layers]
+    biases = {"attention_bias": layers[0].bias, "mlp_bias": False}
+    # All of them are said: what is not follows from the positions.
+    windows = {"use_sliding_window": any(one.window for one in layers), **_window_keys(layers)}
+    return {**biases, "no_rope_layers": turned, **windows}
+
+
+def _gemma2_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    first = layers[0]
+    width = first.head_dim or shape.hidden_size // shape.num_attention_heads
+    windows = _window_keys(layers)
+    if windows["sliding_window"] is None:
+        # The class makes a mask of it, which no layer takes.
+        windows["sliding_window"] = _Gemma2.defaults["sliding_window"]
+    return {
+        "attention_bias": first.bias,
+        "hidden_activation": ACTIVATIONS[shape.glu_activation],
+        "query_pre_attn_scalar": width if first.softmax_scale is None else max(1, round(first.softmax_scale**-2)),
+        "final_logit_softcapping": shape.final_logit_cap,
+        "attn_logit_softcapping": first.attention_logit_cap,
+        **windows,
+    }
+
+
+def _phi3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
+    rope = {**_rope_of(layers[0]), "partial_rotary_factor": layers[0].rope_fraction}
+    return {"sliding_window": layers[0].window, "rope_parameters": rope}
+
+
+_WRITERS: dict[str, Callable[[Shape, list[Attention]], dict[str, Any]]] = {
+    "llama": _llama_keys,
+    "mistral": _mistral_keys,
+    "qwen2": _qwen2_keys,
+    "qwen3": _qwen3_keys,
+    "olmo2": _olmo2_keys,
+    "olmo3": _olmo3_keys,
+    "smollm3": _smollm3_keys,
+    "gemma2": _gemma2_keys,
+    "phi3": _phi3_keys,
+}
