@@ -41,6 +41,11 @@ class RemotePath:
     """A file by its URL, with the part of ``pathlib.Path`` that reading needs."""
 
     url: str
+    """With the scheme in lower case, which RFC 3986 allows in any."""
+
+    def __post_init__(self) -> None:
+        scheme, mark, rest = self.url.partition("://")
+        object.__setattr__(self, "url", f"{scheme.lower()}{mark}{rest}")
 
     def __str__(self) -> str:
         return self.url
@@ -122,7 +127,7 @@ class _Parts(io.RawIOBase):
 
 def is_remote(entry: str) -> bool:
     """Whether an entry of a corpus is a URL."""
-    return entry.startswith(SCHEMES)
+    return entry.lower().startswith(SCHEMES)
 
 
 def list_files(entry: str) -> Iterator[tuple[str, RemotePath]]:
@@ -130,11 +135,13 @@ def list_files(entry: str) -> Iterator[tuple[str, RemotePath]]:
 
     ``UserError`` where there is nothing, and for patterns and directories of http, which cannot be listed.
     """
+    file = RemotePath(entry)
+    entry = file.url
     try:
         if entry.startswith("http"):
             if entry.endswith("/"):
                 raise UserError(f"{entry}: directories of a server cannot be listed; list its files")
-            yield RemotePath(entry).name, RemotePath(entry)
+            yield file.name, file
             return
         system = _system(entry)
         if any(mark in entry for mark in "*?["):
