@@ -4,15 +4,18 @@ A limit that is met within a run looks like another fault: an abort, a connectio
 needs are compared at every start and by ``lightscale doctor``. A soft limit is raised as far as the hard one allows.
 
 Needs of a rank of a small model on CPUs, measured on 28 November 2026 (torch 2.13, 1 to 8 ranks on one host, peaks):
-123 open files and 11 for each other rank, 70 threads, 2.5 GB of address space; of its launcher 21 open files and 4 for
-each rank. They are rounded up.
+123 open files and 11 for each other rank, 70 threads, 2.5 GB of address space, 200 MB of memory; of its launcher 21 open
+files and 4 for each rank, 410 MB. Most are rounded up.
 """
 
+import contextlib
 import os
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import psutil
 
@@ -27,6 +30,9 @@ _LAUNCHER_FILES, _LAUNCHER_FILES_PER_RANK = 64, 8
 _THREADS = 80
 _ADDRESSES_BYTES = 2_700 << 20
 _LEAST_FILE_BYTES = 2 << 20
+_RANK_BYTES, _LAUNCHER_BYTES = 200 << 20, 400 << 20
+_SHARED_BYTES = 64 << 20
+_CGROUP, _CGROUPS, _SHARED_MEMORY = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/dev/shm")
 # Of a parameter, in fp32: weight and two moments, and in memory the gradient too.
 _SAVED_BYTES, _HELD_BYTES = 12, 16
 THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -72,7 +78,7 @@ class _Limit:
 
 def check_limits(needs: Needs) -> list[CheckResult]:
     """A result for each limit, after raising soft limits that are too low."""
-    return [_check(limit) for limit in _limits(needs)]
+    return [*(_check(limit) for limit in _limits(needs)), *_check_cgroup(needs), *_check_shared_memory(needs)]
 
 
 def require_limits(needs: Needs) -> None:
@@ -124,6 +130,52 @@ def _check(limit: _Limit) -> CheckResult:
         return CheckResult(check=check, result="ok", found=found)
     right = f"at least {limit.text(limit.needed)}, by `ulimit {limit.option} {-(-limit.needed // limit.unit)}`"
     return CheckResult(check=check, result="failed", found=found, right=right, blames_host=True)
+
+
+def _check_cgroup(needs: Needs) -> Iterator[CheckResult]:
+    """Limits of the control group, as of a container or a job: of all its processes together."""
+    for name, file, needed, text in (
+        ("memory", "memory.max", _LAUNCHER_BYTES + needs.local_ranks * (_RANK_BYTES + needs.rank_bytes), size_text),
+        ("threads", "pids.max", needs.local_ranks * _THREADS, str),
+    ):
+        if (least := _least_of_groups(file)) is None:
+            continue
+        path, value = least
+        is_enough = value >= needed
+        yield CheckResult(
+            check=f"limit: {name} of the control group",
+            result="ok" if is_enough else "failed",
+            found=f"{text(value)} ({path})",
+            right="" if is_enough else f"at least {text(needed)}, by the settings of the job or container",
+            blames_host=not is_enough,
+        )
+
+
+def _least_of_groups(file: str) -> tuple[Path, int] | None:
+    """The lowest limit of this process's control group and of those around it (cgroup v2); None: there is none."""
+    try:
+        own = next(line for line in _CGROUP.read_text().splitlines() if line.startswith("0::"))[3:]
+    except (OSError, StopIteration):
+        return None
+    group, found = Path(own), []
+    for one in (group, *group.parents):
+        path = _CGROUPS / one.relative_to("/") / file
+        with contextlib.suppress(OSError, ValueError):
+            found.append((path, int(path.read_text())))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def _check_shared_memory(needs: Needs) -> Iterator[CheckResult]:
+    """NCCL's ranks on one host exchange through /dev/shm, of which a container has 64 MB unless told otherwise."""
+    if not needs.on_gpu or not _SHARED_MEMORY.is_dir():
+        return
+    free, needed = shutil.disk_usage(_SHARED_MEMORY).free, needs.local_ranks * _SHARED_BYTES
+    yield CheckResult(
+        check="shared memory",
+        result="ok" if free >= needed else "warning",
+        found=f"{size_text(free)} free in {_SHARED_MEMORY}",
+        right="" if free >= needed else f"at least {size_text(needed)}, as by `docker run --shm-size`",
+    )
 
 
 def _is_below(value: int, needed: int) -> bool:

@@ -2,15 +2,18 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.training.health import limits
 from lightscale.training.health.limits import THREADS_VARIABLE, Needs, check_limits, require_limits
 
 NEEDS = Needs(local_ranks=2, num_ranks=2, on_gpu=False)
@@ -90,3 +93,41 @@ def test_a_start_below_a_limit_leaves_nothing_behind(tmp_path: Path, tiny_run: P
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: limit: ") and f"by `ulimit {limit.split()[0]} " in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("memory", "threads", "failed"),
+    [("max", "max", []), ("20000000000", "400", []), ("500000000", "max", ["memory"]), ("max", "100", ["threads"])],
+)
+def test_limits_of_control_groups_are_those_of_all_around(
+    limited: dict[int, tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    memory: str,
+    threads: str,
+    failed: list[str],
+) -> None:
+    """The outer group has the lower limit."""
+    inner = tmp_path / "groups" / "job" / "step"
+    inner.mkdir(parents=True)
+    (tmp_path / "own").write_text("3:cpu:/elsewhere\n0::/job/step\n")
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text(f"{memory}\n")
+    (inner / "pids.max").write_text("4000\n")
+    (inner.parent / "pids.max").write_text(f"{threads}\n")
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(limits, "_CGROUPS", tmp_path / "groups")
+    found = [one for one in check_limits(NEEDS) if one.result == "failed"]
+    assert [one.check for one in found] == [f"limit: {name} of the control group" for name in failed]
+    assert all(str(inner.parent) in one.found and one.blames_host for one in found)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_little_shared_memory_is_a_warning_with_gpus(
+    limited: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    needs = Needs(local_ranks=8, num_ranks=8, on_gpu=on_gpu)
+    warned = [one for one in check_limits(needs) if one.result == "warning"]
+    assert [one.check for one in warned] == (["shared memory"] if on_gpu else [])
+    require_limits(needs)
