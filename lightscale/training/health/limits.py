@@ -4,8 +4,8 @@ A limit that is met within a run looks like another fault: an abort, a connectio
 needs are compared at every start and by ``lightscale doctor``. A soft limit is raised as far as the hard one allows.
 
 Needs of a rank of a small model on CPUs, measured on 28 November 2026 (torch 2.13, 1 to 8 ranks on one host, peaks):
-123 open files and 11 for each other rank, 70 threads, 2.5 GB of address space, 200 MB of memory; of its launcher 21 open
-files and 4 for each rank, 410 MB. Most are rounded up.
+123 open files and 11 for each other rank, 70 threads, 2.5 GB of address space, 200 MB of memory; of its launcher 21
+open files and 4 for each rank, 410 MB. Most are rounded up.
 """
 
 import contextlib
