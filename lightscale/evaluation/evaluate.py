@@ -47,7 +47,7 @@ from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.mesh import Mesh
 from lightscale.runs.run_directory import timestamp
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
-from lightscale.training.health.heartbeat import Heartbeat
+from lightscale.training.health.heartbeat import STARTING, Heartbeat
 
 BLOCK_TOKENS = 2**18
 """Of a data rank, at most, between two times at which answers are kept."""
@@ -81,7 +81,7 @@ def evaluate(runs: Sequence[ChosenRun], tasks: Sequence[Task], settings: Evaluat
     """
     with mesh_of(runs[0].config) as mesh:
         heartbeat = Heartbeat(runs[0].config.restart.hang_timeout_s)
-        heartbeat.beat("starting", step=0)
+        heartbeat.beat(STARTING, step=0)
         results = []
         for run in runs:
             evaluation = RunEvaluation(run, restore(run, mesh), mesh, settings, heartbeat)

@@ -24,7 +24,7 @@ from lightscale.runs.metrics.tensorboard import EventFile
 from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.restore import NoGoodCheckpoint
-from lightscale.training.health.heartbeat import Heartbeat
+from lightscale.training.health.heartbeat import STARTING, Heartbeat
 
 POLL_S = 2.0
 """Between two looks at a run that has nothing new."""
@@ -44,7 +44,7 @@ def follow(run: ChosenRun, tasks: Sequence[Task], settings: EvaluationSettings) 
     results: list[Result] = []
     with mesh_of(run.config) as mesh, contextlib.ExitStack() as stack:
         heartbeat = Heartbeat(run.config.restart.hang_timeout_s)
-        heartbeat.beat("starting", step=0)
+        heartbeat.beat(STARTING, step=0)
         ranks, waiting = Agreement(mesh.control), _Waiting(run)
         if mesh.rank == 0:
             waiting.follower = stack.enter_context(Follower(run.directory, [task.name for task in tasks]))

@@ -55,7 +55,7 @@ from lightscale.training.checkpoints.save_policy import SavePolicy
 from lightscale.training.evaluation import BeginEvaluation, InTraining
 from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.health.guard import Guard
-from lightscale.training.health.heartbeat import Heartbeat
+from lightscale.training.health.heartbeat import STARTING, Heartbeat
 from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
 from lightscale.training.memory import process_memory_bytes
 from lightscale.training.parameter_norms import ParameterNorms
@@ -108,7 +108,7 @@ def train(
     # First: a stop signal during the slow start must not kill the process, but end the run after its first step.
     with StopSignal(announce=environ["RANK"] == "0") as stop, ExitStack() as stack:
         # Not earlier: who sees a heartbeat may send a stop signal.
-        heartbeat.beat("starting", step=0)
+        heartbeat.beat(STARTING, step=0)
         mesh = stack.enter_context(
             start_mesh(
                 tensor=parallel.tensor,

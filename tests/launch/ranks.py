@@ -130,6 +130,8 @@ def pretend(
         time.sleep(60)
     if behaviour == "mistake":
         raise UserError("data.store = nowhere: no such store")
+    if behaviour == "wall":
+        raise RuntimeError(f"no thread for process {os.getpid()}")
     if behaviour == "absent":
         raise CannotStart("rank 1 did not come")
     if behaviour == "no_checkpoint":

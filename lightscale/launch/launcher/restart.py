@@ -2,8 +2,8 @@
 
 One failure cannot show whether a machine or the program is at fault. So any failure of a rank (a crash, a kill, a hang)
 causes a new start from the newest intact checkpoint, with a new agent and a new rendezvous. After `restart.max_cycles`
-consecutive starts without a new checkpoint, the launcher gives up. A mistake of the user is not retried, and a stop
-signal or the deadline ends the run.
+consecutive starts without a new checkpoint, or two that end alike before their first step, the launcher gives up. A
+mistake of the user is not retried, and a stop signal or the deadline ends the run.
 
 Exit codes of `lightscale train`, for people and job scripts:
 
@@ -19,6 +19,7 @@ The second word is the status in status.json.
 
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -35,6 +36,7 @@ from lightscale.launch.launcher.relay import StopRelay
 from lightscale.launch.launcher.torchrun import Launch
 from lightscale.runs.full_disk import when_possible
 from lightscale.runs.run_directory import RunDirectory, Status
+from lightscale.training.health.heartbeat import STARTING
 from lightscale.training.signals import DEADLINE, STOP_SIGNALS
 
 EXIT_CODES: dict[Status, int] = {"finished": 0, "resumable": 75, "stopped": UserError.EXIT_CODE}
@@ -44,6 +46,7 @@ EXIT_GIVEN_UP = 70
 
 # No scheduler or program sends the last one (Ctrl-\ in a terminal): the run is not restarted after it either.
 _STOPPING = (*STOP_SIGNALS, signal.SIGQUIT)
+_FROM_OUTSIDE = (*_STOPPING, signal.SIGKILL)
 _LOG_TAIL_LINES = 30
 # Of what a start writes before its first checkpoint.
 _LEAST_BYTES = 1 << 20
@@ -103,6 +106,7 @@ def run_ranks(
     """
     # Of what the disk has, not of events: only a checkpoint that is there saves the next start from doing it again.
     newest, fruitless, launches = run.newest_checkpoint(), 0, 0
+    wall: str | None = None
 
     def start() -> Launch:
         nonlocal launches
@@ -164,7 +168,8 @@ def run_ranks(
             reached = run.newest_checkpoint()
             fruitless = 0 if reached > newest else fruitless + 1
             newest = max(newest, reached)
-            if fruitless >= policy.config.max_cycles:
+            before, wall = wall, _wall(failure, launch)
+            if fruitless >= policy.config.max_cycles or (wall is not None and wall == before):
                 return _give_up(run, failure, fruitless)
             again = functools.partial(
                 run.event, "restart", reason=_reason(failure), checkpoint=reached, fruitless_starts=fruitless
@@ -232,6 +237,18 @@ def _give_up(run: RunDirectory, failure: RankFailure, starts: int) -> int:
     run.event("given_up", reason=reason)
     print(reason, file=sys.stderr)
     return EXIT_GIVEN_UP
+
+
+def _wall(failure: RankFailure, launch: Launch) -> str | None:
+    """What a start met before its first step, alike each time but for numbers; None: the next start may not meet it.
+
+    Signals that people, schedulers and the kernel send come at any time, and ranks that did not come may come.
+    """
+    if failure.killer in _FROM_OUTSIDE or failure.exit_code == os.EX_TEMPFAIL:
+        return None
+    if any(beat.doing != STARTING for beat in launch.beats.values()):
+        return None
+    return re.sub(r"\d+", "0", _reason(failure))
 
 
 def _say_restart(checkpoint: int, fruitless: int, max_cycles: int) -> None:

@@ -31,8 +31,10 @@ from lightscale.files import read_regular
 # The file, for the ranks of a launch; without it no watchdog reads them.
 HEARTBEATS_VARIABLE = "LIGHTSCALE_HEARTBEATS"
 
+STARTING = "starting"
+"""What a rank does before its first step."""
 # These differ too much from step to step to be part of a step's time, and have allowances of their own.
-_LONG = {"starting", "validation", "evaluation", "saving", "rolling back", "leaving"}
+_LONG = {STARTING, "validation", "evaluation", "saving", "rolling back", "leaving"}
 _LONGER = 10.0
 _LEAST_START_S = 120.0
 _SLOWER = 5.0
@@ -134,10 +136,10 @@ class Heartbeat:
             self._step_s = 0.0
 
     def _allowed_s(self, doing: str) -> float:
-        if doing in _LONG - {"starting"}:
+        if doing in _LONG - {STARTING}:
             return max(_LONGER * self._hang_timeout_s, _SLOWER * self._longest_s.get(doing, 0.0))
         # No step of this kind is known yet, and the first one may compile kernels.
-        if doing == "starting" or not self._steps_s:
+        if doing == STARTING or not self._steps_s:
             return start_allowance_s(self._hang_timeout_s)
         # Not the longest: one step in a hundred may have waited for the file system.
         slowest_s = sorted(self._steps_s)[math.ceil(0.99 * len(self._steps_s)) - 1]

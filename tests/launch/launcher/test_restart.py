@@ -28,6 +28,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory, launch_each: Callable[...,
         "crash@9": AGAIN | {"max_cycles": 2},
         "progress@4": AGAIN | {"max_cycles": 1},
         "mistake": AGAIN,
+        "wall": AGAIN | {"max_cycles": 5},
         "late@1": AGAIN,
     }
     return launch_each(tmp_path_factory.mktemp("endings"), behaviours)
@@ -80,6 +81,16 @@ def test_mistakes_are_not_tried_again(endings: dict[str, Ended]) -> None:
     ended = endings["mistake"]
     assert (ended.code, launches(ended)) == (78, 1)
     assert ended.status["status"] == "stopped"
+
+
+def test_two_starts_that_end_alike_before_a_step_are_enough(endings: dict[str, Ended]) -> None:
+    """But for the number of the process; others end as often before a step, killed, and are started again."""
+    ended = endings["wall"]
+    assert (ended.code, launches(ended)) == (70, 2), ended.output
+    last = ended.output.splitlines()[-1]
+    assert last.startswith("given up after 2 starts in a row without a new checkpoint; last failure: rank ")
+    assert re.search(r"RuntimeError: no thread for process \d+ \(step 0, starting\)$", last)
+    assert len({event["reason"] for event in ended.events("failed")}) == 2
 
 
 def test_an_exchange_that_times_out_names_who_did_not_come(endings: dict[str, Ended]) -> None:
