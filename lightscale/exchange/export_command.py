@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def size(given: str) -> int:
-    """Bytes of "500MB" or "5G", as argparse's ``type``; wrong usage for what is no size, or less than 1 MB."""
+    """Bytes of "500MB" or "5G", as argparse's ``type``; wrong usage for other texts, and below 1 MB."""
     match = _SIZE.fullmatch(given)
     found = int(float(match["number"]) * _UNITS[match["unit"].upper()]) if match else 0
     if found < 10**6:

@@ -81,7 +81,7 @@ def open_export(directory: Path) -> Export:
     tensors.check({name: TensorRows(key=name) for name in expected}, expected)
     is_masked = shape.task == "masked"
     tokenizer = _tokenizer(directory, shape)
-    # Published models have rows beyond their vocabulary, which nothing stands for; what was exported here has none.
+    # Published models have unused rows beyond their vocabulary; exports of lightscale have none.
     most = shape.vocab_size - is_masked
     padding = 0 if is_masked or (directory / TOKENIZER).is_dir() else _MOST_PADDING
     if not most - padding <= tokenizer.vocab_size <= most:

@@ -73,7 +73,7 @@ def import_model(directory: Path, target: Path) -> Path:
 
 
 def _config(export: Export) -> RunConfig:
-    """That of the run which was exported, where it is beside the model; else what the model alone says."""
+    """The configuration of the exported run, where it is beside the model; else one of the model alone."""
     path, shape = export.origin / RUN_CONFIG, export.shape
     if path.is_file():
         config = load(path)

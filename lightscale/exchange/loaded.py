@@ -147,7 +147,7 @@ class TextClassifier(_PredictsNoText[Classifier]):
     """A model that classifies texts, and its tokenizer."""
 
     classes: tuple[str, ...] = ()
-    """The names of the classes, by number, as far as they are known."""
+    """Names of the classes, by number, where the run has them."""
 
     def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
         """Logits of the classes: (labels,), or (b, labels) for rows of ids. Differentiable."""

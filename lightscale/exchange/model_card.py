@@ -1,4 +1,4 @@
-"""README.md of an export: what the model is, what it was trained on and how long, and how to load it."""
+"""README.md of an export: the model, its data and training, and instructions to load it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The checkpoint of a run, opened for what is made of it: its tensors stay in the files until they are read."""
+"""The checkpoint of a run, opened for an export: its tensors stay in the files until they are read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class OpenedModel(Protocol):
 
     @property
     def classes(self) -> Sequence[str]:
-        """The names of a classifier's classes, by number, as far as they are known."""
+        """Names of a classifier's classes, by number, where the run has them."""
 
     def read(self, name: str) -> Tensor:
         """A weight of the plain model, by its name there (``weights.exported_tensors``)."""
@@ -78,7 +78,7 @@ class TrainedRun:
 def open_run(chosen: ChosenRun) -> TrainedRun:
     """The checkpoint of the step that was chosen, or the newest that is whole, hashed and checked as before a resume.
 
-    UserError where none is whole, and where tokenizer or model are not those of the checkpoint.
+    UserError where no checkpoint is whole, and where the tokenizer or model differs from the checkpoint.
     """
     shape = run_shape(chosen.config, num_ids=chosen.tokenizer.vocab_size)
     refused: list[str] = []

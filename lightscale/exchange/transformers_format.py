@@ -27,7 +27,7 @@ print(model.config.id2label[model(**inputs).logits.argmax(-1).item()])""",
 
 
 class TransformersFormat(ExportFormat):
-    """Every model has this form; what is written in fp32 is bitwise the checkpoint's."""
+    """Every model has this form; tensors in fp32 are bitwise those of the checkpoint."""
 
     def check(self, shape: Shape) -> None:
         """All can be written."""

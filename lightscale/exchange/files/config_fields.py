@@ -33,7 +33,7 @@ class Known(BaseModel):
 
 
 class Exact(BaseModel):
-    """A table of which every key has a meaning: one that is not known could change the model."""
+    """A table without unknown keys: an unknown one could change the model."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 

@@ -153,7 +153,7 @@ def written_places(shape: Shape) -> dict[str, TensorRows]:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFacts:
-    """What config.json says of a model beside its shape."""
+    """Facts of config.json beside the shape of the model."""
 
     eot_id: int
     """Begins and ends documents."""
@@ -164,7 +164,7 @@ class ConfigFacts:
     init_std: float
     """Of the initial weights."""
     classes: Sequence[str] = ()
-    """The names of a classifier's classes, as far as they are known."""
+    """Names of a classifier's classes, where the run has them."""
 
 
 def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
 
 
 def _labels(shape: Shape, classes: Sequence[str]) -> dict[str, Any]:
-    """What transformers says of classes; those without a name have its own, LABEL_3."""
+    """transformers' keys of classes; a class without a name has a default one, LABEL_3."""
     names = [classes[number] if number < len(classes) else f"LABEL_{number}" for number in range(shape.num_labels)]
     return {
         "pooling": shape.pooling,
@@ -289,7 +289,7 @@ def _lightscale_shape(own: _Lightscale, path: Path) -> Shape:
 
 
 def _form(name: str, table: dict[str, Any], own: _Lightscale, path: Path) -> MixerForm:
-    """UserError for a mixer that the model does not have, and for what is none of its options."""
+    """UserError for a mixer that the model does not have, and for unknown options."""
     if name not in FORMS or name not in own.mixers:
         raise UserError(
             f"{path}: forms.{shown(name)} is not one of the model's mixers, {', '.join(dict.fromkeys(own.mixers))}"

@@ -1,4 +1,4 @@
-"""Models that transformers computes with its own classes: what config.json says of each, read and written.
+"""Models that transformers computes with its own classes: the config.json of each, read and written.
 
 A class reads its configuration as a ``Shape``, and writes that of any shape. A shape is a model of a class if what the
 class writes reads as the same shape: no list of differences can forget one.
@@ -416,7 +416,7 @@ def _sizes(shape: Shape) -> dict[str, Any]:
 
 
 def own_keys(shape: Shape, name: str) -> dict[str, Any]:
-    """What config.json of the model ``name`` of ``OWN_TYPES`` says beside the sizes; of another model, the nearest."""
+    """Keys of config.json beside the sizes, of the model ``name`` of ``OWN_TYPES``; of another model, the nearest."""
     attentions = shape.attentions()
     layers = [attentions[mixer] for mixer in shape.mixers]
     first = layers[0]
@@ -479,7 +479,7 @@ def _olmo3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
 def _smollm3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
     turned = [int(one.positions == "rope") for one in layers]
     biases = {"attention_bias": layers[0].bias, "mlp_bias": False}
-    # All of them are said: what is not follows from the positions.
+    # Each key is written: transformers derives missing ones from the positions.
     windows = {"use_sliding_window": any(one.window for one in layers), **_window_keys(layers)}
     return {**biases, "no_rope_layers": turned, **windows}
 

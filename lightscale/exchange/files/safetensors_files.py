@@ -40,7 +40,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -130,7 +130,7 @@ def open_shard(path: Path) -> BufferedReader:
 def read_shards(directory: Path) -> dict[str, list[Entry]]:
     """The tensors in each file of an export, by the files' names; each is a box of its own.
 
-    UserError where files are missing, damaged, or do not hold what the index says.
+    UserError where files are missing, damaged, or differ from the index.
     """
     if not (directory / INDEX).exists():
         return {SINGLE: _read_header(directory / SINGLE)}

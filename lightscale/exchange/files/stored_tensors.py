@@ -18,7 +18,7 @@ from lightscale.training.checkpoints.reading import open_file
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Of numbers, as the safetensors format names them."""
 _BLOCK_BYTES = 1 << 22
-"""4 MiB: what is held of a tensor at once. Larger ones leave the processor's caches between reading and writing."""
+"""4 MiB, the part of a tensor in memory at once. Larger parts leave the processor's caches between read and write."""
 
 
 class StoredTensors:

@@ -49,7 +49,7 @@ from lightscale.models.specs.positions import LearnedPositionsSpec, num_position
 from lightscale.models.specs.relation import post_norm, pre_norm
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""The run's names of what has a row for each id, and padding rows, which no export has."""
+"""The run's names of weights with a row for each id. They have padding rows, which exports leave out."""
 _ROLES = {
     "q": "q_proj.weight",
     "k": "k_proj.weight",
@@ -79,7 +79,7 @@ _ROLES = {
     "k_norm": "k_norm.weight",
     **{name: name for name in ("sinks", "decay_logit", "log_rate", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv")},
 }
-"""What the plain mixers call what has a role in those that train (``MixerSpec.roles``)."""
+"""Names in the plain mixers, by the roles in the training ones (``MixerSpec.roles``)."""
 _PARTS = {
     "positions.table": "model.positions.weight",
     "tpe.decay_logit": "model.tpe.decay_logit",
@@ -190,7 +190,7 @@ def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
 
 
 def _require_known(model: ModelConfig) -> None:
-    """UserError for what is otherwise than usual in a way that the plain model does not know."""
+    """UserError for a formula that the plain model lacks."""
     tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, _OF_MODEL)]
     for name in dict.fromkeys(model.layers):
         if name in FORMS or name in SOFTMAX_MIXERS:
