@@ -193,7 +193,9 @@ _NORM_SUM = ("allreduce", ((parity.TOKENS, parity.ROWS), "torch.float64"))
 # ----- the default selection -----------------------------------------------------------------------------------------
 
 
-STATES = [name for name in ALL if name not in ("llama", "hybrid", "grouped", "bidirectional", "quadratic")]
+STATES = [
+    name for name in ALL if name not in ("llama", "llama-local", "hybrid", "grouped", "bidirectional", "quadratic")
+]
 RECOMPUTED = [f"sequence=2 recompute={option}" for option in ("full", "full recompute_layers=1", "selective")]
 # Each model once without recomputing, and once with one of its ways.
 COUNTED = [*every(["sequence=2"], STATES), *some(RECOMPUTED, 3, models=STATES)]
