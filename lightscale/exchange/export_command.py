@@ -9,6 +9,7 @@ from lightscale.config.arguments import path_argument, run_path
 from lightscale.errors import shortened
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.exchange.formats import FORMATS
+from lightscale.files import size_text
 from lightscale.runs.run_directory import split_step
 
 _SIZE = re.compile(r"(?P<number>[0-9]{1,6}(\.[0-9]{1,3})?)(?P<unit>[KMG]?)B?", re.IGNORECASE)
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
     took = time.perf_counter() - began
     print(
-        f"{done.directory}: {done.num_parameters:,} parameters, {done.num_bytes / 1e9:.2f} GB of {args.dtype} in "
+        f"{done.directory}: {done.num_parameters:,} parameters, {size_text(done.num_bytes)} of {args.dtype} in "
         f"{took:.1f} s, from {done.checkpoint}",
         file=sys.stderr,
     )
