@@ -19,6 +19,7 @@ from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.rank import run_rank
 from lightscale.launch.network import choose_interface
 from lightscale.launch.scheduler import adopt_job
+from lightscale.training.health.limits import Needs, require_limits
 
 _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_.]+=.*", re.ASCII)
 # What may differ from training's: where the ranks stand, and what computes.
@@ -98,6 +99,7 @@ def start_ranks(command: ModuleType, words: Sequence[str], *, config: RunConfig,
     from lightscale.launch.launcher.torchrun import ThisMachine  # noqa: PLC0415
 
     forks = not num_gpus(config)
+    require_limits(Needs.of(None, local_ranks=processes, num_ranks=processes, on_gpu=not forks))
     if forks:
         command.preload()
     nodes = ThisMachine(functools.partial(_forked_rank, command)) if forks else ThisMachine()

@@ -3,9 +3,9 @@
 A limit that is met within a run looks like another fault: an abort, a connection that closes, a file that ends. So the
 needs are compared at every start and by ``lightscale doctor``. A soft limit is raised as far as the hard one allows.
 
-Needs of a rank of a small model on CPUs, measured on 28 November 2026 (torch 2.13, 1 to 8 ranks on one host, peaks):
-123 open files and 11 for each other rank, 70 threads, 2.5 GB of address space, 200 MB of memory; of its launcher 21
-open files and 4 for each rank, 410 MB. Most are rounded up.
+Needs of a rank of a small model on CPUs: 123 open files and 11 for each other rank, 70 threads, 2.5 GB of address space
+and 200 MB of memory; of its launcher: 21 open files and 4 for each rank, 410 MB. Most are rounded up. (Measured on 28
+November 2026, torch 2.13, a 2-core x86-64 machine: peaks in /proc of ``lightscale train`` on 1 to 8 ranks.)
 """
 
 import contextlib
@@ -48,11 +48,11 @@ class Needs:
     file_bytes: int = 0
     """Of the largest file that one rank writes."""
     rank_bytes: int = 0
-    """Of the weights, gradients and moments of one rank."""
+    """Of the weights, gradients and moments of one rank, in memory of the host."""
 
     @classmethod
     def of(cls, config: RunConfig | None, *, local_ranks: int, num_ranks: int, on_gpu: bool) -> "Needs":
-        """Of the run of ``config``, or of any run."""
+        """Needs of training ``config``; None: of any command, so those of the processes themselves."""
         shapes = {} if config is None else parameter_shapes(config.model)
         share = sum(prod(shape) for shape in shapes.values()) // num_ranks
         return cls(
@@ -60,7 +60,7 @@ class Needs:
             num_ranks=num_ranks,
             on_gpu=on_gpu,
             file_bytes=share * _SAVED_BYTES,
-            rank_bytes=share * _HELD_BYTES,
+            rank_bytes=0 if on_gpu else share * _HELD_BYTES,
         )
 
 

@@ -21,12 +21,13 @@ NEEDS = Needs(local_ranks=2, num_ranks=2, on_gpu=False)
 
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
-    """(soft, hard) by resource; others are unlimited, and what is set is written here."""
-    limits: dict[int, tuple[int, int]] = {}
+    """(soft, hard) by resource; others are unlimited, control groups too, and what is set is written here."""
+    monkeypatch.setattr(limits, "_CGROUP", Path("/nonexistent"))
+    found: dict[int, tuple[int, int]] = {}
     infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, infinite))
-    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
-    return limits
+    monkeypatch.setattr(resource, "getrlimit", lambda which: found.get(which, infinite))
+    monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
+    return found
 
 
 def test_unlimited_processes_pass(limited: dict[int, tuple[int, int]]) -> None:
@@ -79,6 +80,8 @@ def test_large_models_need_larger_files_and_more_ranks_smaller_ones() -> None:
     alone, eight = (Needs.of(config, local_ranks=1, num_ranks=ranks, on_gpu=False) for ranks in (1, 8))
     assert alone.file_bytes == pytest.approx(1.0726e9 * 12, rel=1e-3)
     assert eight.file_bytes == alone.file_bytes // 8 and eight.rank_bytes == eight.file_bytes // 12 * 16
+    # Weights and moments on GPUs take no memory of the host.
+    assert Needs.of(config, local_ranks=1, num_ranks=1, on_gpu=True).rank_bytes == 0
 
 
 @pytest.mark.parametrize("limit", ["-n 40", "-v 2000000", "-f 300"])
