@@ -46,7 +46,7 @@ def pytest_says(folder: Path, *words: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
-def what_is_lacking_is_named(folder: Path, *words: str) -> None:
+def assert_the_lacking_are_named(folder: Path, *words: str) -> None:
     code, lines = pytest_says(folder, *words)
     assert code == 0
     at = next(number for number, line in enumerate(lines) if " skipped for want of " in line)
@@ -56,12 +56,12 @@ def what_is_lacking_is_named(folder: Path, *words: str) -> None:
 
 
 def test_workers_name_what_is_lacking(folder: Path) -> None:
-    what_is_lacking_is_named(folder, "--numprocesses", "2")
+    assert_the_lacking_are_named(folder, "--numprocesses", "2")
 
 
 @pytest.mark.long
 def test_what_is_lacking_is_named_and_tests_run_once_it_is_there(folder: Path) -> None:
-    what_is_lacking_is_named(folder)
+    assert_the_lacking_are_named(folder)
     maker = folder / "bin" / "shelf-maker"
     maker.touch(mode=0o755)
     # A file that has none of those tests is not imported.

@@ -17,13 +17,13 @@ def bench(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
     """One thread, because the suite's other processes share the cores; they slow a side by less than a few times."""
-    options = ["--tokens", "4096", "--heads", "4", "--width", "64", "--repeats", "5", "--threads", "1"]
+    options = ["--tokens", "4096", "--heads", "4", "--width", "64", "--repeats", "3", "--threads", "1"]
     finished = bench(root, "lightning", "--json", *options)
     assert finished.returncode == 0, finished.stderr
     result = json.loads(finished.stdout)
     print(json.dumps(result["ratios"]))
     assert result["settings"] == {
-        "dtype": "float32", "rows": 1, "tokens": 4096, "heads": 4, "width": 64, "chunk_size": 64, "repeats": 5,
+        "dtype": "float32", "rows": 1, "tokens": 4096, "heads": 4, "width": 64, "chunk_size": 64, "repeats": 3,
     }  # fmt: skip
     assert {"cpu", "threads", "date", "torch"} <= result["machine"].keys()
     assert result["machine"]["threads"] == 1
@@ -31,8 +31,8 @@ def test_chunked_lightning_attention_is_the_fastest(root: Path) -> None:
     for way, passes in result["samples_s"].items():
         assert passes.keys() == {"forward", "forward_backward"}
         for name, samples in passes.items():
-            assert len(samples) == 5
-            assert result["median_s"][way][name] == sorted(samples)[2] > 0
+            assert len(samples) == 3
+            assert result["median_s"][way][name] == sorted(samples)[1] > 0
     for way in ("naive", "sdpa"):
         expected = result["median_s"][way]["forward_backward"] / result["median_s"]["chunked"]["forward_backward"]
         assert result["ratios"][way]["forward_backward"] == pytest.approx(expected)
