@@ -330,7 +330,7 @@ class RestartConfig(Section):
     """[restart]: detection of failures, and restarts of the ranks."""
 
     max_cycles: Count = 3
-    """Consecutive starts without a new checkpoint after which the run stops; two, where they end alike before a step."""
+    """Consecutive starts without a new checkpoint after which the run stops; two if they end alike before a step."""
     hang_timeout_s: Seconds = 60.0
     """Seconds without progress after which a rank counts as hanging; slow steps extend it."""
     collective_timeout_s: Seconds = 600.0
