@@ -20,15 +20,12 @@ from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.delta_mixer import DeltaForm, DeltaNetMixer, GatedDeltaNetMixer, KimiDeltaMixer
 from lightscale.exchange.plain.lion import Lion, LionLITMixer, LionRetNetMixer, LionSMixer
 from lightscale.exchange.plain.mixers import (
-    Attention,
     CosFormer2Mixer,
     GatedForm,
     HGRN2Form,
     HGRN2Mixer,
     LightNetForm,
     LightNetMixer,
-    RopeScaling,
-    SoftmaxMixer,
     State,
     TNLForm,
     TNLMixer,
@@ -48,6 +45,7 @@ from lightscale.exchange.plain.model import (
     Shape,
 )
 from lightscale.exchange.plain.relation import BiRNMixer, CausalRNMixer, RelationForm
+from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling, SoftmaxMixer
 
 __all__ = [
     "Attention",

@@ -23,9 +23,10 @@ from lightscale.exchange.files.own_classes import (
 from lightscale.exchange.files.weights import TensorRows, form_of
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
-from lightscale.exchange.plain.mixers import Attention, RopeScaling, ToeplitzForm
+from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
+from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
 from lightscale.files import open_regular
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.options import RopeScalingOptions

@@ -8,7 +8,17 @@ import ast
 from importlib import resources
 
 NAME = "modeling_lightscale.py"
-_MODULES = ("operators", "mixers", "decay_mixer", "delta_mixer", "lion", "relation", "model", "transformers_model")
+_MODULES = (
+    "operators",
+    "mixers",
+    "softmax_mixer",
+    "decay_mixer",
+    "delta_mixer",
+    "lion",
+    "relation",
+    "model",
+    "transformers_model",
+)
 _PACKAGE = "lightscale.exchange.plain"
 _HEAD = '''"""A language model of lightscale, whole in one file of plain PyTorch.
 

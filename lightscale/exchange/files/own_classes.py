@@ -16,8 +16,8 @@ from lightscale.config.section import MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
 from lightscale.exchange.files.config_fields import ACTIVATIONS, Exact, Known, Positive, Share, Tokens, Width, shape_of
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
-from lightscale.exchange.plain.mixers import Attention, RopeScaling
 from lightscale.exchange.plain.model import SOFTMAX_MIXERS, Shape
+from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
 from lightscale.models.specs.options import RopeScalingOptions, rope_keys
 from lightscale.training.checkpoints.schema import checked
 

@@ -20,7 +20,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import Lion
-from lightscale.exchange.plain.mixers import Attention, RopeScaling, ToeplitzForm
+from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import (
     BLOCK_NORMS,
     FORMS,
@@ -32,6 +32,7 @@ from lightscale.exchange.plain.model import (
     model_of,
 )
 from lightscale.exchange.plain.relation import RelationForm
+from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
 from lightscale.models.accounting import block_norms
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.decay_attention import DecayAttentionOptions

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightscale.exchange.plain.mixers import Attention, HeadMixer, State, rotary_angles, wavelengths
+from lightscale.exchange.plain.mixers import HeadMixer, State, wavelengths
 from lightscale.exchange.plain.operators import (
     gated_linear_attention,
     linear_attention,
@@ -16,6 +16,7 @@ from lightscale.exchange.plain.operators import (
     rotated_features,
     wide_dtype,
 )
+from lightscale.exchange.plain.softmax_mixer import Attention, rotary_angles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,12 @@ from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.delta_mixer import DELTA_MIXERS, DeltaForm
 from lightscale.exchange.plain.lion import LION_MIXERS, Lion
 from lightscale.exchange.plain.mixers import (
-    Attention,
     CosFormer2Mixer,
     GatedForm,
     HGRN2Form,
     HGRN2Mixer,
     LightNetForm,
     LightNetMixer,
-    SoftmaxMixer,
     State,
     TNLForm,
     TNLMixer,
@@ -29,6 +27,7 @@ from lightscale.exchange.plain.mixers import (
 )
 from lightscale.exchange.plain.operators import rms_norm, token_positions, wide_dtype
 from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
+from lightscale.exchange.plain.softmax_mixer import Attention, SoftmaxMixer
 
 SOFTMAX_MIXERS = ("llama", "llama-local")
 """Two kinds of layers that attend by softmax, each with a shape of its own."""

@@ -13,11 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.lion import Lion
 from lightscale.exchange.plain.mixers import (
-    Attention,
     CosFormer2Mixer,
     LightNetMixer,
-    QueryKeyNorm,
-    RopeScaling,
     State,
     TNLMixer,
     ToeplitzEncoding,
@@ -25,6 +22,7 @@ from lightscale.exchange.plain.mixers import (
     wavelengths,
 )
 from lightscale.exchange.plain.model import FORMS, BoundTable, Decoder, Norm, Shape, pooled, soft_capped
+from lightscale.exchange.plain.softmax_mixer import Attention, QueryKeyNorm, RopeScaling
 
 
 class LightscaleConfig(PreTrainedConfig):
