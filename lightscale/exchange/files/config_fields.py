@@ -48,3 +48,16 @@ def shape_of(known: Known, **more: Any) -> Shape:
         rms_norm_eps=known.rms_norm_eps,
         **more,
     )
+
+
+def sizes_of(shape: Shape) -> dict[str, Any]:
+    """The keys of ``shape`` that models of all kinds have."""
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_hidden_layers": len(shape.mixers),
+        "intermediate_size": shape.intermediate_size,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "tie_word_embeddings": shape.tied,
+    }

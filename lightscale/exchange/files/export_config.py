@@ -11,7 +11,17 @@ from lightscale.config.mixers import mixer_options_type
 from lightscale.config.section import MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
 from lightscale.exchange.files import modelling_file
-from lightscale.exchange.files.config_fields import Exact, Known, Positive, Share, Tokens, Width, WidthOrZero, shape_of
+from lightscale.exchange.files.config_fields import (
+    Exact,
+    Known,
+    Positive,
+    Share,
+    Tokens,
+    Width,
+    WidthOrZero,
+    shape_of,
+    sizes_of,
+)
 from lightscale.exchange.files.own_classes import (
     OWN_TYPES,
     own_class,
@@ -172,15 +182,9 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
     """The content of config.json for a plain model of ``shape``."""
     common = {
         "dtype": facts.dtype,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_hidden_layers": len(shape.mixers),
-        "intermediate_size": shape.intermediate_size,
-        "rms_norm_eps": shape.rms_norm_eps,
+        **sizes_of(shape),
         "initializer_range": facts.init_std,
         "max_position_embeddings": facts.max_tokens,
-        "tie_word_embeddings": shape.tied,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), facts.eot_id),
     }
     if (kind := own_type(shape)) is not None:

@@ -1,11 +1,11 @@
 """Models that transformers computes with its own classes: the config.json of each, read and written.
 
-A class reads its configuration as a ``Shape``, and writes that of any shape. A shape is a model of a class if what the
-class writes reads as the same shape: no list of differences can forget one.
+A class reads its configuration as a ``Shape``, and writes one for any shape. It computes a shape if the configuration
+that it writes reads as the same shape: no list of differences can forget one.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +14,17 @@ from pydantic import Field, ValidationError
 
 from lightscale.config.section import MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
-from lightscale.exchange.files.config_fields import ACTIVATIONS, Exact, Known, Positive, Share, Tokens, Width, shape_of
+from lightscale.exchange.files.config_fields import (
+    ACTIVATIONS,
+    Exact,
+    Known,
+    Positive,
+    Share,
+    Tokens,
+    Width,
+    shape_of,
+    sizes_of,
+)
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
 from lightscale.exchange.plain.model import SOFTMAX_MIXERS, Shape
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
@@ -58,13 +68,32 @@ class _Rope(Exact):
         return RopeScaling(**checked(RopeScalingOptions, values, path, "rope_parameters").model_dump())
 
 
-class _Layered(Known):
-    """What is not said has transformers' default, which ``defaults`` has where it is not null for all models.
+def _rope_keys(attention: Attention) -> dict[str, Any]:
+    usual = asdict(RopeScaling(factor=1.0)) | {"rope_type": None, "factor": None}
+    scaling = {} if attention.rope_scaling is None else asdict(attention.rope_scaling)
+    said = {key: value for key, value in scaling.items() if value != usual[key]}
+    return {"rope_theta": attention.rope_theta, "rope_type": "default"} | said
 
-    Subclasses change what differs in a model's attention, by layer (from 0), or in its blocks.
+
+def _window_keys(layers: Sequence[Attention]) -> dict[str, Any]:
+    """The window, and the layers that have it."""
+    windows = [one.window for one in layers if one.window is not None]
+    types = [_FULL if one.window is None else _SLIDING for one in layers]
+    return {"sliding_window": windows[0] if windows else None, "layer_types": types}
+
+
+class _Layered(Known):
+    """The configuration of one of transformers' models: ``shape`` reads it, ``keys`` writes it.
+
+    Missing keys have transformers' defaults: ``defaults`` lists those that are not null in all models. Subclasses
+    change a model's attention, by layer (from 0), its blocks, and its keys.
     """
 
     defaults: ClassVar[dict[str, Any]] = {}
+    needs_even_heads: ClassVar[bool] = False
+    """Whether the class refuses a hidden_size that num_attention_heads does not divide, whatever head_dim is."""
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """A layer's tensors that hold the rows of several, in this order."""
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     num_key_value_heads: Width | None = None
     head_dim: Width | None = None
@@ -105,8 +134,13 @@ class _Layered(Known):
         """Other fields of ``Shape``."""
         return {"glu_activation": _NAMES[self.hidden_act]}
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        """Keys of ``shape``, with the attention of each of its ``layers``, beside those that all classes have."""
+        return {}
+
     def shape(self, path: Path) -> Shape:
-        """UserError for what no model here has."""
+        """The model of this configuration. UserError for one that lightscale lacks."""
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise UserError(
                 f"{path}: layer_types has {len(self.layer_types)} entries; use {self.num_hidden_layers}, as "
@@ -133,14 +167,20 @@ class _Layered(Known):
 
 
 class _Llama(_Layered):
+    needs_even_heads: ClassVar[bool] = True
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
 
     def rope(self, layer: int) -> _Rope:
         return self.rope_parameters or self.rope_scaling or _Rope()
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        return {"attention_bias": layers[0].bias, "mlp_bias": False}
+
 
 class _Mistral(_Llama):
+    needs_even_heads: ClassVar[bool] = False
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
@@ -153,8 +193,13 @@ class _Mistral(_Llama):
     def attention(self, layer: int, path: Path) -> dict[str, Any]:
         return super().attention(layer, path) | {"bias": False, "output_bias": False}
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        return {"sliding_window": layers[0].window}
+
 
 class _Qwen2(_Llama):
+    needs_even_heads: ClassVar[bool] = False
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 32_768,
@@ -172,6 +217,13 @@ class _Qwen2(_Llama):
         # It does not say it: queries, keys and values have biases, and outputs none.
         return super().attention(layer, path) | {"bias": True, "output_bias": False}
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        found = _window_keys(layers)
+        is_on = found["sliding_window"] is not None
+        # Of a window that is off no key is written.
+        return {"use_sliding_window": is_on} | ({**found, "max_window_layers": 0} if is_on else {})
+
 
 class _Qwen3(_Qwen2):
     defaults: ClassVar[dict[str, Any]] = {**_Qwen2.defaults, "head_dim": 128}
@@ -180,8 +232,13 @@ class _Qwen3(_Qwen2):
         biases = {"bias": self.attention_bias, "output_bias": self.attention_bias}
         return super().attention(layer, path) | biases | {"qk_norm": "head"}
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        return {"attention_bias": layers[0].bias, **super().keys(shape, layers)}
+
 
 class _Olmo2(_Llama):
+    needs_even_heads: ClassVar[bool] = False
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5}
 
     def attention(self, layer: int, path: Path) -> dict[str, Any]:
@@ -189,6 +246,10 @@ class _Olmo2(_Llama):
 
     def blocks(self) -> dict[str, Any]:
         return super().blocks() | {"norm_placement": "post"}
+
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        return {"attention_bias": layers[0].bias}
 
 
 class _RopeOfKinds(Exact):
@@ -217,8 +278,15 @@ class _Olmo3(_Layered):
     def blocks(self) -> dict[str, Any]:
         return super().blocks() | {"norm_placement": "post"}
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        local, whole = ([one for one in layers if (one.window is None) == is_whole] for is_whole in (False, True))
+        rope = {_FULL: _rope_keys((whole or local)[0]), _SLIDING: _rope_keys((local or whole)[0])}
+        return {"attention_bias": layers[0].bias, **_window_keys(layers), "rope_parameters": rope}
+
 
 class _SmolLM3(_Llama):
+    needs_even_heads: ClassVar[bool] = False
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32_768,
@@ -251,6 +319,13 @@ class _SmolLM3(_Llama):
             return found
         usual = Attention()
         return found | {"positions": "none", "rope_theta": usual.rope_theta, "rope_scaling": None}
+
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        turned = [int(one.positions == "rope") for one in layers]
+        # Each key is written: transformers derives missing ones from the positions.
+        windows = {"use_sliding_window": any(one.window for one in layers), **_window_keys(layers)}
+        return {**super().keys(shape, layers), "no_rope_layers": turned, **windows}
 
 
 class _Gemma2(_Llama):
@@ -289,6 +364,23 @@ class _Gemma2(_Llama):
             "final_logit_cap": self.final_logit_softcapping,
         }
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        first = layers[0]
+        width = first.head_dim or shape.hidden_size // shape.num_attention_heads
+        windows = _window_keys(layers)
+        if windows["sliding_window"] is None:
+            # The class makes a mask of it, which no layer takes.
+            windows["sliding_window"] = cls.defaults["sliding_window"]
+        return {
+            "attention_bias": first.bias,
+            "hidden_activation": ACTIVATIONS[shape.glu_activation],
+            "query_pre_attn_scalar": width if first.softmax_scale is None else max(1, round(first.softmax_scale**-2)),
+            "final_logit_softcapping": shape.final_logit_cap,
+            "attn_logit_softcapping": first.attention_logit_cap,
+            **windows,
+        }
+
 
 class _PartialRope(_Rope):
     partial_rotary_factor: Share | None = None
@@ -296,6 +388,10 @@ class _PartialRope(_Rope):
 
 class _Phi3(_Layered):
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "self_attn.qkv_proj.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    }
     rope_scaling: _PartialRope | None = None
     rope_parameters: _PartialRope | None = None
     partial_rotary_factor: Share = 1.0
@@ -313,6 +409,11 @@ class _Phi3(_Layered):
             "rope_fraction": self.rope(layer).partial_rotary_factor or self.partial_rotary_factor,
         }
 
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        rope = {**_rope_keys(layers[0]), "partial_rotary_factor": layers[0].rope_fraction}
+        return {"sliding_window": layers[0].window, "rope_parameters": rope}
+
 
 _CLASSES: dict[str, tuple[str, type[_Layered]]] = {
     "llama": ("Llama", _Llama),
@@ -327,15 +428,6 @@ _CLASSES: dict[str, tuple[str, type[_Layered]]] = {
 }
 """By model_type: transformers' name, and its configuration. Of two that compute the same the first is written."""
 OWN_TYPES = tuple(_CLASSES)
-_DIVIDED = ("llama", "gemma2")
-"""Models whose class refuses a hidden_size that num_attention_heads does not divide, whatever head_dim says."""
-_FUSED: dict[str, dict[str, tuple[str, ...]]] = {
-    "phi3": {
-        "self_attn.qkv_proj.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    }
-}
-"""By model_type: a layer's tensors that hold the rows of several, in this order."""
 
 
 def read_own(content: dict[str, Any], path: Path) -> tuple[Shape, int]:
@@ -350,9 +442,9 @@ def own_type(shape: Shape) -> str | None:
     if not {*shape.mixers} <= {*SOFTMAX_MIXERS} or not shape.intermediate_size:
         return None
     for name, (_, kind) in _CLASSES.items():
-        if name in _DIVIDED and shape.hidden_size % shape.num_attention_heads:
+        if kind.needs_even_heads and shape.hidden_size % shape.num_attention_heads:
             continue
-        content = _sizes(shape) | own_keys(shape, name) | {"max_position_embeddings": MOST_SEQUENCE_TOKENS}
+        content = sizes_of(shape) | own_keys(shape, name) | {"max_position_embeddings": MOST_SEQUENCE_TOKENS}
         try:
             found = kind.model_validate(kind.defaults | content).shape(Path())
         except (ValidationError, UserError):
@@ -373,14 +465,15 @@ def tensor_places(shape: Shape, name: str | None) -> dict[str, TensorRows]:
     ``name``: of ``OWN_TYPES``; None: files that are read by our own class.
     """
     found, sizes = dict[str, TensorRows](), tensor_shapes(shape)
-    fused = {part: (whole, parts) for whole, parts in _FUSED.get(name or "", {}).items() for part in parts}
+    fused = {} if name is None else _CLASSES[name][1].fused
+    wholes = {part: (whole, parts) for whole, parts in fused.items() for part in parts}
     for plain in sizes:
         own = plain if name is None else plain.replace(".mixer.", ".self_attn.")
         layer, part = _layer_of(own)
-        if part not in fused:
+        if part not in wholes:
             found[plain] = TensorRows(key=own)
             continue
-        whole, parts = fused[part]
+        whole, parts = wholes[part]
         before = [sizes[f"{layer}.{one}".replace(".self_attn.", ".mixer.")][0] for one in parts]
         first = sum(before[: parts.index(part)])
         rows = (first, first + before[parts.index(part)])
@@ -403,18 +496,6 @@ def _layer_of(name: str) -> tuple[str, str]:
     return ".".join(layer), part
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
-    return {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_hidden_layers": len(shape.mixers),
-        "intermediate_size": shape.intermediate_size,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "tie_word_embeddings": shape.tied,
-    }
-
-
 def own_keys(shape: Shape, name: str) -> dict[str, Any]:
     """Keys of config.json beside the sizes, of the model ``name`` of ``OWN_TYPES``; of another model, the nearest."""
     attentions = shape.attentions()
@@ -424,96 +505,6 @@ def own_keys(shape: Shape, name: str) -> dict[str, Any]:
         "num_key_value_heads": first.num_key_value_heads or shape.num_attention_heads,
         "head_dim": first.head_dim or shape.hidden_size // shape.num_attention_heads,
         "hidden_act": ACTIVATIONS[shape.glu_activation],
-        "rope_parameters": _rope_of(next((one for one in layers if one.positions == "rope"), first)),
+        "rope_parameters": _rope_keys(next((one for one in layers if one.positions == "rope"), first)),
     }
-    return keys | _WRITERS[name](shape, layers)
-
-
-def _rope_of(attention: Attention) -> dict[str, Any]:
-    usual = asdict(RopeScaling(factor=1.0)) | {"rope_type": None, "factor": None}
-    scaling = {} if attention.rope_scaling is None else asdict(attention.rope_scaling)
-    said = {key: value for key, value in scaling.items() if value != usual[key]}
-    return {"rope_theta": attention.rope_theta, "rope_type": "default"} | said
-
-
-def _window_keys(layers: list[Attention]) -> dict[str, Any]:
-    """The window, and the layers that have it."""
-    windows = [one.window for one in layers if one.window is not None]
-    types = [_FULL if one.window is None else _SLIDING for one in layers]
-    return {"sliding_window": windows[0] if windows else None, "layer_types": types}
-
-
-def _optional_window_keys(layers: list[Attention]) -> dict[str, Any]:
-    """The same where a switch turns it on; nothing of a window that is not there."""
-    found = _window_keys(layers)
-    is_on = found["sliding_window"] is not None
-    return {"use_sliding_window": is_on} | ({**found, "max_window_layers": 0} if is_on else {})
-
-
-def _llama_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    return {"attention_bias": layers[0].bias, "mlp_bias": False}
-
-
-def _mistral_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    return {"sliding_window": layers[0].window}
-
-
-def _qwen2_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    return _optional_window_keys(layers)
-
-
-def _qwen3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    return {"attention_bias": layers[0].bias, **_optional_window_keys(layers)}
-
-
-def _olmo2_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    return {"attention_bias": layers[0].bias}
-
-
-def _olmo3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    local, whole = ([one for one in layers if (one.window is None) == is_whole] for is_whole in (False, True))
-    rope = {_FULL: _rope_of((whole or local)[0]), _SLIDING: _rope_of((local or whole)[0])}
-    return {"attention_bias": layers[0].bias, **_window_keys(layers), "rope_parameters": rope}
-
-
-def _smollm3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    turned = [int(one.positions == "rope") for one in layers]
-    biases = {"attention_bias": layers[0].bias, "mlp_bias": False}
-    # Each key is written: transformers derives missing ones from the positions.
-    windows = {"use_sliding_window": any(one.window for one in layers), **_window_keys(layers)}
-    return {**biases, "no_rope_layers": turned, **windows}
-
-
-def _gemma2_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    first = layers[0]
-    width = first.head_dim or shape.hidden_size // shape.num_attention_heads
-    windows = _window_keys(layers)
-    if windows["sliding_window"] is None:
-        # The class makes a mask of it, which no layer takes.
-        windows["sliding_window"] = _Gemma2.defaults["sliding_window"]
-    return {
-        "attention_bias": first.bias,
-        "hidden_activation": ACTIVATIONS[shape.glu_activation],
-        "query_pre_attn_scalar": width if first.softmax_scale is None else max(1, round(first.softmax_scale**-2)),
-        "final_logit_softcapping": shape.final_logit_cap,
-        "attn_logit_softcapping": first.attention_logit_cap,
-        **windows,
-    }
-
-
-def _phi3_keys(shape: Shape, layers: list[Attention]) -> dict[str, Any]:
-    rope = {**_rope_of(layers[0]), "partial_rotary_factor": layers[0].rope_fraction}
-    return {"sliding_window": layers[0].window, "rope_parameters": rope}
-
-
-_WRITERS: dict[str, Callable[[Shape, list[Attention]], dict[str, Any]]] = {
-    "llama": _llama_keys,
-    "mistral": _mistral_keys,
-    "qwen2": _qwen2_keys,
-    "qwen3": _qwen3_keys,
-    "olmo2": _olmo2_keys,
-    "olmo3": _olmo3_keys,
-    "smollm3": _smollm3_keys,
-    "gemma2": _gemma2_keys,
-    "phi3": _phi3_keys,
-}
+    return keys | _CLASSES[name][1].keys(shape, layers)
