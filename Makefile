@@ -15,7 +15,7 @@ RANKS := --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/parallel
 # One more for the jobs of a scheduler, which wait most of the time.
 LONG_JOBS ?= 4
 
-.PHONY: install check test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
+.PHONY: install check audit wheel fuzz test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
 
 install: $(STAMP)
 
@@ -42,6 +42,29 @@ check: install
 	MYPYPATH=docs/_ext $(BIN)/mypy -p lightscale_site
 	$(BIN)/python tools/dependencies.py
 	$(BIN)/pytest -q tests/test_layering.py tests/test_safety.py
+	@$(MAKE) --no-print-directory audit
+
+# Known weaknesses of the locked versions, where an index answers; the program is in an environment of its own, so that
+# none of its packages is one of ours.
+AUDIT_VENV := .venv-audit
+audit:
+	@test -x $(AUDIT_VENV)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT_VENV) && timeout 120 $(AUDIT_VENV)/bin/python \
+	  -m pip install --quiet --retries 1 --timeout 10 pip-audit cyclonedx-bom; } > /dev/null 2>&1 || true
+	@$(BIN)/python tools/dependencies.py --audit $(AUDIT_VENV)/bin/pip-audit
+
+# The wheel, and beside it what it was tested with, as CycloneDX.
+wheel: install audit
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(AUDIT_VENV)/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --output-format JSON \
+	  --output-file dist/lightscale.cdx.json $(BIN)/python
+
+# Every reader of what others wrote, led by coverage: SECONDS_EACH of each. Findings are in build/fuzz.
+FUZZ_VENV := .venv-fuzz
+SECONDS_EACH ?= 60
+fuzz:
+	test -x $(FUZZ_VENV)/bin/python || $(PYTHON) -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/python -m pip install --quiet --editable '.[dev,fuzz]' --constraint tools/constraints.txt
+	$(FUZZ_VENV)/bin/python tools/readers/fuzz_readers.py --seconds $(SECONDS_EACH) --out build/fuzz-readers.json
 
 # The default suite; a part that fails does not keep the next from running.
 test: check
@@ -58,10 +81,10 @@ test-skipped: install
 # wait, so the others run beside them; those that measure speed run by themselves. Exit code 5 says that there is none.
 SHARE ?= 1
 LONG := 'long and not soak' --share $(SHARE)
-ALONE := tests/tools/benchmarks tests/data_pipeline
+ALONE := tests/tools/benchmarks $(addprefix tests/data_pipeline/preparation/,estimates dedup filters)
 test-long: install
 	failed=0; \
-	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) --dist loadfile \
+	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) --dist loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore ,tests/parallel $(ALONE)) || test $$? -eq 5 || failed=1; \
 	$(PYTEST) -m $(LONG) $(RANKS) || test $$? -eq 5 || failed=1; \
 	$(PYTEST) -m $(LONG) $(ALONE) || test $$? -eq 5 || failed=1; \
@@ -123,5 +146,5 @@ lock: install
 	$(BIN)/python tools/dependencies.py --lock
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EVAL_VENV) $(AUDIT_VENV) $(FUZZ_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lightscale tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,13 +15,14 @@ from types import ModuleType
 from typing import NoReturn
 
 from lightscale import __version__
-from lightscale.errors import UserError, printable, shortened
-from lightscale.output.streams import LogStream, open_missing_streams
+from lightscale.errors import UserError, printable, remedy_of_limit, shortened
+from lightscale.output.streams import LogStream, open_missing_streams, spell_out_on_terminals
 
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 # Limits of an error message: longer ones quote a huge input.
 _MOST_CHARACTERS, _MOST_LINES = 4000, 200
+_WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "config": Command(module="lightscale.config.command", help="print a run's resolved configuration"),
+    "config": Command(module="lightscale.config.commands.config", help="print a run's resolved configuration"),
     "configs": Command(module="lightscale.planning.commands.configs", help="list the shipped configurations"),
     "data": Command(module="lightscale.data_pipeline.commands.data", help="prepare and inspect token stores"),
     "train": Command(module="lightscale.launch.commands.train", help="train a model, or resume a run"),
@@ -71,6 +72,7 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.launch.commands.predict", help="fill masks, classify or embed documents with a model"
     ),
     "generate": Command(module="lightscale.launch.commands.generate", help="generate text with a model"),
+    "chat": Command(module="lightscale.exchange.chat.command", help="talk with a model of conversations"),
     "export": Command(
         module="lightscale.exchange.export_command", help="export a checkpoint for Hugging Face transformers"
     ),
@@ -94,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add codes. Wrong usage and `--help` raise SystemExit (2 and 0), as argparse does.
     """
     open_missing_streams()
+    spell_out_on_terminals()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
@@ -108,17 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # stdout at exit, so stdout goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except OSError as error:
-        # Full disks and missing permissions occur wherever files are read or written, and are no bug.
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            advice = "free some space, or write to another disk"
-        elif error.errno == errno.EFBIG:
-            advice = "raise the limit of the size of files (`ulimit -f`)"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+    except Exception as error:
+        # Limits of the system and missing permissions are met wherever files, memory or threads are used: they are no
+        # bug.
+        advice = remedy_of_limit(error)
+        if advice is None and isinstance(error, OSError) and error.errno in _WRONG_PATH:
             advice = "use another path, or change its type or permissions"
-        else:
+        if advice is None:
             raise
-        LogStream(sys.stderr).write(f"error: {_readable(str(error))}; {advice}\n")
+        text = str(error) or type(error).__name__
+        LogStream(sys.stderr).write(f"error: {_readable(text)}; {advice}\n")
         return UserError.EXIT_CODE
     except KeyboardInterrupt:
         LogStream(sys.stderr).write("interrupted\n")

@@ -7,8 +7,11 @@ others can have changed is opened here.
 
 import errno
 import fcntl
+import gzip
+import io
 import os
 import stat
+import zlib
 from io import BufferedReader
 from pathlib import Path
 
@@ -77,6 +80,8 @@ def open_regular(path: Path, *, what: str, most_bytes: int | None = None, follow
         descriptor = os.open(path, flags)
     except OSError as error:
         raise _refusal(error, path, what) from error
+    except ValueError as error:  # NUL, or half of a character, which no name of a file has
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -99,6 +104,18 @@ def read_regular(path: Path, *, what: str, most_bytes: int, follow_links: bool =
             content += file.read(most_bytes + 1 - len(content))
     if len(content) > most_bytes:
         raise _too_large(path, what, f"more than {most_bytes:,}", most_bytes)
+    return content
+
+
+def unpacked_gzip(data: bytes, path: Path, *, most_bytes: int) -> bytes:
+    """The unpacked content of the file `path`, which is `data`. UserError: damaged, or more than `most_bytes`."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            content = file.read(most_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: damaged gzip file ({error})") from None
+    if len(content) > most_bytes:
+        raise UserError(f"{path}: more than {most_bytes:,} bytes unpacked; divide the file")
     return content
 
 

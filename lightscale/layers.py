@@ -18,7 +18,7 @@ No process groups, no Megatron, no Triton: on many GPUs, and at full speed, ``li
 
 from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.delta_mixer import DeltaForm, DeltaNetMixer, GatedDeltaNetMixer, KimiDeltaMixer
-from lightscale.exchange.plain.lion import Lion, LionLITMixer, LionRetNetMixer, LionSMixer
+from lightscale.exchange.plain.lion import LionForm, LionLITMixer, LionRetNetMixer, LionSMixer
 from lightscale.exchange.plain.mixers import (
     CosFormer2Mixer,
     GatedForm,
@@ -67,7 +67,7 @@ __all__ = [
     "KimiDeltaMixer",
     "LightNetForm",
     "LightNetMixer",
-    "Lion",
+    "LionForm",
     "LionLITMixer",
     "LionRetNetMixer",
     "LionSMixer",

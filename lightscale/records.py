@@ -11,17 +11,27 @@ import datetime
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
+import xxhash
+
 from lightscale.errors import UserError
 from lightscale.files import NotRegular, open_regular, read_regular
 
 MOST_LINE_BYTES = 16 << 20
 """A longer line is no record: the longest ones, tables of norms and losses, have some hundred kilobytes."""
+
+SEAL = "xxh3_64"
+"""Key of a record's hash, the last key of a line; readers compare and remove it. Lines without it are read too."""
+_SEALED = re.compile(rf'(.*), "{SEAL}": "(.{{16}})"\}}', re.DOTALL)
+_HASH = re.compile(r"[0-9a-f]{16}")
+# A whole record and something in place of its newline: no line that is being written.
+_CHANGED_END = re.compile(rb'"xxh3_64": "[0-9a-f]{16}"\}.\Z', re.DOTALL)
 
 # One line for each file of each rank; more is no manifest.
 _MOST_MANIFEST_BYTES = 1 << 28
@@ -88,12 +98,19 @@ def _wrong(name: str, value: Any) -> str:
     return f"{name} = {json.dumps(value)[:60]} cannot be"
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value))
+
+
 _EVENTS = _Form(
     required={"event": _is_text, "attempt": _is_whole},
     optional={"time": _is_time, "stall_s": _is_number, "put_aside": _is_list(_is_text)},
 )
 # What is read of single kinds of events; the others are only shown.
 _OF_EVENTS = {
+    "branch": _Form(
+        required={"parent": _is_text, "step": _is_whole, "manifest": _is_text, "skips": _is_list(_is_pair)}
+    ),
     "checkpoint": _Form(
         required={"step": _is_whole}, optional={"checkpoint": _is_text, "removed": _is_list(_is_whole)}
     ),
@@ -108,6 +125,7 @@ _OF_EVENTS = {
     ),
     "start": _Form(required={}, optional={"world_size": _is_whole}),
     "step_skipped": _Form(required={"step": _is_whole}),
+    "teacher": _Form(required={"checkpoint": _is_text, "manifest": _is_text}),
     "weights": _Form(required={"step": _is_whole}),
 }
 _NUMBERS = ("step_s", "loss", "grad_norm", "lr", "tokens_per_s", "checkpoint_stall_s", "memory_peak_bytes")
@@ -139,11 +157,33 @@ class Records:
         self.first_damage = self.first_damage or damage
 
 
+def seal_of(text: str) -> str:
+    """The hash that stands for `text` in a sealed record."""
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def sealed(text: str) -> str:
+    """`text`, a JSON object, with its hash as the last key; one without keys is left as it is."""
+    return text if text == "{}" else f'{text[:-1]}, "{SEAL}": "{seal_of(text)}"}}'
+
+
+def _unsealed(text: str) -> str:
+    if (match := _SEALED.fullmatch(text)) is None:
+        return text
+    if seal_of(whole := match[1] + "}") != match[2]:
+        raise ValueError(f"differs from its hash, {SEAL}")
+    return whole
+
+
 def parse_line(line: bytes, name: str) -> Record:
-    """The record in a line of the file called `name`; ValueError says why it is none."""
+    """The record in a line of the file called `name`, without its hash; ValueError says why it is none."""
     try:
         # Not from bytes: json would guess UTF-16 where there are NULs.
-        text = line.decode("utf-8")
+        text = line.decode("utf-8").rstrip("\n")
+    except ValueError:
+        raise ValueError("not a JSON object") from None
+    text = _unsealed(text)
+    try:
         value = json.loads(text, parse_constant=_refuse_constant)
         if "\\ud" in text.lower():
             # Half of a surrogate pair can be written so, but neither printed nor stored.
@@ -152,6 +192,9 @@ def parse_line(line: bytes, name: str) -> Record:
         raise ValueError("not a JSON object") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
+    last = next(reversed(value), "")
+    if len(last) == len(SEAL) and isinstance(value[last], str) and _HASH.fullmatch(value[last]):
+        raise ValueError(f"its last key is {last!r} in place of {SEAL!r}")
     form = _FORMS.get(name)
     fault = form.fault(value) if form is not None else None
     if fault is None and form is _EVENTS and (more := _OF_EVENTS.get(value["event"])) is not None:
@@ -217,9 +260,9 @@ def newest_lines(file: BufferedReader, size: int) -> Iterator[tuple[int, bytes]]
 
 
 def _complete_lines(file: BufferedReader) -> Iterator[bytes | None]:
-    """Each line that has its newline; None for one that is too long."""
+    """Each line that has its newline, or another byte in its place; None for one that is too long."""
     while line := file.readline(MOST_LINE_BYTES):
-        if line.endswith(b"\n"):
+        if line.endswith(b"\n") or _CHANGED_END.search(line):
             yield line
         elif len(line) < MOST_LINE_BYTES or not _skip_line(file):
             return

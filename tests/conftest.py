@@ -12,10 +12,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from lightscale.config.files import load
@@ -25,14 +25,21 @@ from lightscale.config.schema import RunConfig
 # threads. Read by torch when it is imported, and by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Of a user who trains on several hosts: ranks of tests would ask each other for it.
+os.environ.pop("LIGHTSCALE_RENDEZVOUS_KEY", None)
+
 # A shell starts what it puts into the background with Ctrl-C ignored; all processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A machine that others use too is slow at times; that is no failure.
-hypothesis.settings.register_profile(
-    "lightscale", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("lightscale")
+# `make bundle` brings none, and tests of GPUs need none.
+if find_spec("hypothesis") is not None:
+    import hypothesis
+
+    # A machine that others use too is slow at times; that is no failure.
+    hypothesis.settings.register_profile(
+        "lightscale", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("lightscale")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -104,12 +111,15 @@ def _has_terminals() -> bool:
     return True
 
 
-def _can_mount(*options: str) -> bool:
-    """Tried where nobody sees it."""
-    command = ["unshare", "--mount", *options, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+def _succeeds(*command: str) -> bool:
     with contextlib.suppress(OSError):
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
     return False
+
+
+def _can_mount(*options: str) -> bool:
+    """Tried where nobody sees it."""
+    return _succeeds("unshare", "--mount", *options, "mount", "-t", "tmpfs", "tmpfs", "/mnt")
 
 
 # What no package brings.
@@ -117,6 +127,7 @@ CONDITIONS: dict[str, Callable[[], bool]] = {
     "root": lambda: os.geteuid() == 0,
     "root that may mount": lambda: os.geteuid() == 0 and _can_mount(),
     "mounts of one's own": lambda: _can_mount("--map-root-user"),
+    "processes that may be traced": lambda: _succeeds("strace", "-o", os.devnull, "true"),
     "pseudo-terminals": _has_terminals,
 }
 
@@ -165,13 +176,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Whose tests mostly wait: for schedulers, for hosts that are gone, for the jobs of a tutorial.
+WAITING = ("tests/launch/slurm", "tests/docs/test_tutorials.py", "tests/launch")
 # Of tests/helpers/drawing.py. Workers inherit it.
 SEED, LAST_SEED = "LIGHTSCALE_TEST_SEED", "lightscale/seed"
 
 
+def _cache(config: pytest.Config) -> pytest.Cache | None:
+    """What is kept between sessions; None with ``-p no:cacheprovider``."""
+    return getattr(config, "cache", None)
+
+
 def _choose_seed(config: pytest.Config) -> None:
     """That of the session before where its tests are run again, else a new one."""
-    cache = getattr(config, "cache", None)  # not with `-p no:cacheprovider`
+    cache = _cache(config)
     again = config.option.skipped or getattr(config.option, "lf", False)
     seed = (cache and again and cache.get(LAST_SEED, None)) or str(random.SystemRandom().randrange(10**6))
     os.environ.setdefault(SEED, seed)
@@ -184,15 +202,15 @@ def pytest_report_header() -> str:
 
 
 def _skipped_before(config: pytest.Config) -> dict[str, list[str]]:
-    assert config.cache is not None
-    skipped: dict[str, list[str]] = config.cache.get(SKIPPED, {})
+    cache = _cache(config)
+    skipped: dict[str, list[str]] = {} if cache is None else cache.get(SKIPPED, {})
     return skipped
 
 
 @pytest.hookimpl(trylast=True)  # of those that markers leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave those of `--skipped` and `--share`."""
-    kept = items
+    """Leave those of `--skipped` and `--share`; first come those that wait most, so that others run beside them."""
+    kept = sorted(items, key=_place)
     if config.option.skipped:
         skipped = _skipped_before(config)
         kept = [item for item in kept if item.nodeid in skipped]
@@ -201,6 +219,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set(items).difference(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = kept
+
+
+def _place(item: pytest.Item) -> int:
+    """Of a test's folder in `WAITING`; behind all of them where it has none. xdist keeps it if told to."""
+    path = item.path.relative_to(ROOT)
+    return next((place for place, one in enumerate(WAITING) if path.is_relative_to(one)), len(WAITING))
 
 
 def _share(items: list[pytest.Item], share: int) -> list[pytest.Item]:
@@ -235,9 +259,11 @@ class Skips:
         self._ran.setdefault(report.nodeid, []).extend(missing)
 
     def pytest_sessionfinish(self) -> None:
-        assert self._config.cache is not None
+        cache = _cache(self._config)
+        if cache is None:
+            return
         known = {**_skipped_before(self._config), **self._ran}
-        self._config.cache.set(SKIPPED, {name: missing for name, missing in known.items() if missing})
+        cache.set(SKIPPED, {name: missing for name, missing in known.items() if missing})
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         counts = Counter(name for missing in self._ran.values() for name in missing)

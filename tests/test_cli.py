@@ -15,7 +15,7 @@ from lightscale import __version__, cli
 from lightscale.cli import COMMANDS, Command, main
 from lightscale.config.fields import describe_fields
 from lightscale.config.files import load, to_toml
-from lightscale.errors import UserError
+from lightscale.errors import UserError, remedy_of_limit, summary
 
 
 def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -47,7 +47,7 @@ def test_help_lists_every_command_and_imports_none(tmp_path: Path) -> None:
 
 
 def test_configuration_does_not_import_torch(tmp_path: Path) -> None:
-    code = "import sys, lightscale.config.command; print('torch' in sys.modules)"
+    code = "import sys, lightscale.config.commands.config; print('torch' in sys.modules)"
     assert run_python("-c", code, cwd=tmp_path).stdout == "False\n"
 
 
@@ -200,6 +200,57 @@ def test_config_describes_every_field(capsys: pytest.CaptureFixture[str]) -> Non
 def test_config_without_a_file_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 78
     assert "no CONFIG given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "runs/x"), "free some space of the quota"),
+        (OSError(errno.EFBIG, os.strerror(errno.EFBIG)), "size of files (`ulimit -f`)"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "data/x"), "open files (`ulimit -n`)"),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), "fs.file-max"),
+        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "`ulimit -u`"),
+        (MemoryError(), "`ulimit -v`"),
+        # As torch, the C++ library, Python's threads, and libraries written in Rust report them.
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+            "`ulimit -v`",
+        ),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB."), "smaller batches"),
+        (RuntimeError("Resource temporarily unavailable"), "`ulimit -u`"),
+        (RuntimeError("can't start new thread"), "OMP_NUM_THREADS=1"),
+        (Exception("Too many open files (os error 24)"), "`ulimit -n`"),
+        (Exception("Too many open files in system (os error 23)"), "fs.file-max"),
+        # Not limits.
+        (RuntimeError("[gloo] recv: Resource temporarily unavailable from 10.0.0.1"), None),
+        (OSError(errno.ENOENT, os.strerror(errno.ENOENT)), None),
+        (KeyError("memory"), None),
+        (UserError("not enough space; File too large"), None),
+    ],
+)
+def test_limits_of_the_system_have_remedies(error: Exception, remedy: str | None) -> None:
+    for one in (error, caused(error)):
+        found = remedy_of_limit(one)
+        assert found is None if remedy is None else found is not None and remedy in found
+        assert summary(one).endswith("" if found is None else f"; {found}")
+
+
+def caused(cause: Exception) -> Exception:
+    """An error of a library around the system's."""
+    try:
+        raise ImportError("a library") from cause
+    except ImportError as error:
+        return error
+
+
+def test_an_error_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def use_much(arguments: list[str]) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "_dispatch", use_much)
+    assert cli.main(["generate"]) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: MemoryError; free memory, ")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 78), (errno.EROFS, 78), (errno.ENOENT, None)])

@@ -84,6 +84,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("evaluate runs/first --tasks text.toml", 2, "nowhere.txt: no such file"),
     ("generate runs/first --file nowhere.jsonl", 2, "nowhere.jsonl: No such file"),
     ("generate runs/first --step 7", 2, "has no checkpoint of step 7"),
+    ("chat runs/first", 78, "no chat template: the model was not trained on a store of conversations"),
     ("predict runs/first --file nowhere.jsonl", 2, "to continue texts, or --embed mean"),
     ("predict runs/first --file nowhere.jsonl --embed last", 2, "nowhere.jsonl: No such file"),
     ("checkpoint list runs/first", 0, "layout"),

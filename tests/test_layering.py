@@ -22,10 +22,10 @@ MODEL = {*BASE, "kernels", "parallel", "models"}
 TRAINING = {*MODEL, "data_pipeline", "tasks", "runs", "training"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "output": set(),
+    "output": {"errors"},
     "files": {"errors"},
     "records": {"errors", "files"},
-    "config": {"errors", "files"},
+    "config": {"errors", "files", "output"},
     "kernels": {"errors"},
     "parallel": {*BASE, "kernels"},
     "models": MODEL,
@@ -36,14 +36,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Its optimizers' numbers are all that planning needs of training: these have an entry of their own.
     "planning": {*MODEL, "runs", "training.optimizer"},
     "training": {*TRAINING, "training.optimizer"},
-    "training.optimizer": {*BASE, "parallel"},
+    "training.optimizer": {*BASE, "parallel", "models"},
     "evaluation": TRAINING,
     # What evaluation finds and chooses, runs and tokens, is what a model outside of it is made from.
     "exchange": {*TRAINING, "evaluation"},
     "layers": {"exchange"},
     # A rank is told what planning expects it to hold, which training does not know; and errors of divisibility name the
-    # layout that planning chooses. Ranks that evaluate are started as those that train.
-    "launch": {*TRAINING, "planning", "evaluation"},
+    # layout that planning chooses. Ranks that evaluate are started as those that train. Groups are checked before
+    # there is a run.
+    "launch": {*TRAINING, "training.optimizer", "planning", "evaluation"},
     # Many runs as one: it plans them, starts them, and reads what they and their evaluations leave.
     "study": {*BASE, "models", "runs", "training.optimizer", "planning", "evaluation", "launch"},
     "cli": BASE,
@@ -56,6 +57,8 @@ APART = [("lightscale.data_pipeline.preparation", "lightscale.data_pipeline.load
 # Importer and imported of the imports that are inside a function on purpose.
 LATE = {
     ("lightscale.parallel.mesh", "lightscale.parallel.cpu"),  # must not even be loaded where there is a GPU
+    # Pillow is optional.
+    ("lightscale.data_pipeline.commands.images", "lightscale.data_pipeline.images.prepare"),
     # Behind the checks of arguments and runs: they import torch.
     # Only where lm-eval is installed.
     ("lightscale.evaluation.harness.__main__", "lightscale.evaluation.harness.model"),
@@ -63,6 +66,9 @@ LATE = {
     ("lightscale.exchange.export_command", "lightscale.exchange.export"),
     ("lightscale.exchange.import_command", "lightscale.exchange.imported"),
     ("lightscale.launch.doctor.command", "lightscale.launch.doctor.examine"),
+    ("lightscale.launch.doctor.command", "lightscale.launch.doctor.warm"),
+    # Triton is optional.
+    ("lightscale.launch.doctor.warm", "lightscale.kernels.common.triton.tracing"),
     ("lightscale.launch.commands.model_ranks", "lightscale.launch.launcher.torchrun"),
     ("lightscale.launch.commands.train", "lightscale.launch.launcher.by_hand"),
     ("lightscale.launch.commands.train", "lightscale.launch.launcher.restart"),

@@ -72,3 +72,8 @@ def test_what_is_lacking_is_named_and_tests_run_once_it_is_there(folder: Path) -
     # Only what is still lacking is left, and nothing when that is gone too.
     (folder / "test_shelf.py").write_text(TESTS.replace("test_both", "test_another"))
     assert pytest_says(folder, "--skipped")[0] == 5
+
+
+def test_nothing_is_kept_without_a_cache(folder: Path) -> None:
+    """As a visit to a GPU runs its tests (`tools/gpu_visit.py`)."""
+    assert pytest_says(folder, "-p", "no:cacheprovider", "test_other.py")[0] == 0

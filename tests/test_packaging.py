@@ -79,10 +79,11 @@ def test_pytest_puts_nothing_on_the_path() -> None:
     assert {path.parent.name for path in (ROOT / "tests").rglob("__init__.py")} == {"toy_mixer"}
 
 
-def test_transformers_is_new_enough_not_to_mind_our_kernels() -> None:
+def test_one_range_of_transformers() -> None:
+    """5.0 to 5.12 take our kernels for the package of that name; caches of 5.13 and 5.14 take no tokens back."""
     requirements = [line for extra in PROJECT["project"]["optional-dependencies"].values() for line in extra]
     requirements += PROJECT["project"]["dependencies"]
-    assert {line for line in requirements if line.startswith("transformers")} <= {"transformers>=5.13"}
+    assert {line for line in requirements if line.startswith("transformers")} == {"transformers>=5.15"}
 
 
 def test_every_import_is_a_declared_dependency() -> None:

@@ -1,10 +1,13 @@
 """Nothing that is read can execute anything: what SECURITY.md promises, held in the sources."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from lightscale.launch.rank_facts import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 # Text that exports are made of, for transformers to run: lightscale reads it as text, and never imports it.
@@ -61,6 +64,47 @@ def faults(tree: ast.AST) -> Iterator[str]:
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
     assert [f"{path}: {fault}" for path in SOURCES for fault in faults(ast.parse(path.read_bytes()))] == []
+
+
+# Who passes the whole environment on to a process that it starts, or looks names up in it; nobody writes it.
+WHOLE_ENVIRONMENT = {
+    "launch/chaos/harness/training.py",
+    "launch/launcher/torchrun.py",
+    "launch/local/runner.py",
+    "launch/slurm/allocation.py",
+    "launch/slurm/client.py",
+    "study/launchers.py",
+    "training/checkpoints/exports.py",
+}
+# `gettempdir`: of the cache of kernels, which trusts a folder of its user alone (kernels/common/triton/cache.py).
+TEMPORARY = {"TemporaryFile", "gettempdir", "mkdtemp", "TemporaryDirectory", "NamedTemporaryFile"}
+
+
+def environments(tree: ast.AST) -> int:
+    """Places where all of the environment is taken: its items, a copy, or by **."""
+    text = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Call, ast.Dict))]
+    wholes = ("os.environ.items()", "os.environ.copy()", "dict(os.environ)", "environ.items()")
+    return sum(one in wholes or (one.startswith("{") and "**os.environ" in one) for one in text)
+
+
+def test_only_processes_that_are_started_get_the_whole_environment() -> None:
+    """Else a secret in it may be written: records have variables by name (`VARIABLES` in launch/rank_facts.py)."""
+    found = {
+        str(path.relative_to(ROOT / "lightscale")) for path in SOURCES if environments(ast.parse(path.read_bytes()))
+    }
+    assert found == WHOLE_ENVIRONMENT
+    assert not [name for name in VARIABLES if re.search("KEY|TOKEN|SECRET|PASS", name)]
+
+
+def test_files_have_the_rights_of_the_umask_and_temporary_ones_no_known_names() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not node.value.startswith("/tmp"), path
+            if isinstance(node, ast.Call):
+                name = dotted(node.func)
+                assert name[-1] not in ("chmod", "fchmod", "umask", "mktemp"), path
+                assert name[0] != "tempfile" or name[-1] in TEMPORARY, path
 
 
 def test_what_is_for_transformers_alone_is_not_imported() -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from benchmarks import (
     gpu_kernels,
     lion,
     operators,
+    optimizers,
     scans,
     sequence,
     start,
@@ -216,6 +218,12 @@ BENCHMARKS = {
         threads=1,
         repeats=3,
     ),
+    "optimizers": Benchmark(
+        summary="steps of every optimizer on the CPU, in time, and the bytes of its state per parameter",
+        add_arguments=optimizers.add_arguments,
+        run=optimizers.run,
+        threads=1,
+    ),
     "copying": Benchmark(
         summary="the copying task, learned by both forms of CausalRN, a transformer and a linear transformer",
         add_arguments=copying.add_arguments,
@@ -382,10 +390,14 @@ def saved_as(folder: Path, name: str, host: dict[str, Any]) -> Path:
 
 
 def finish(path: Path, figures: dict[str, Any]) -> None:
-    """Write everything, and its picture."""
+    """Write everything, and its picture where matplotlib is installed; a machine with GPUs may lack it."""
     write_atomically(path, json.dumps(figures | {"complete": True}, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)
-    if (draw := BENCHMARKS[figures["benchmark"]].draw) is not None:
+    if (draw := BENCHMARKS[figures["benchmark"]].draw) is None:
+        return
+    if find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed; use `pip install matplotlib`", file=sys.stderr)
+    else:
         draw(figures, path.with_suffix(".png"))
         print(f"drawn to {path.with_suffix('.png')}", file=sys.stderr)
 
@@ -422,8 +434,6 @@ def main(arguments: list[str] | None = None) -> int:
     figures: dict[str, Any] = {}
     try:
         path = None if args.save is None else saved_as(args.save, args.name, host)
-        if path is not None and BENCHMARKS[args.name].draw is not None:
-            plot_kernels.check_matplotlib()
         for report in BENCHMARKS[args.name].run(args):
             figures = {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
             if path is not None:

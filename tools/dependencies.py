@@ -2,12 +2,15 @@
 
     python tools/dependencies.py           # exit code 1 and one line for each fault
     python tools/dependencies.py --lock    # write the lock file: the versions that are installed now
+    python tools/dependencies.py --audit PIP_AUDIT    # known weaknesses of the lock file's versions, by that program
 
 All packages that lightscale needs with its extra `dev`, directly or through others, are looked at.
 """
 
 import argparse
+import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -59,6 +62,10 @@ _READ = {
     "mpich": "LicenseRef-MPICH",  # permissive, BSD-like
 }
 
+# Weaknesses by their ids, with the reason why they are none here.
+_WEAKNESSES: dict[str, str] = {}
+_MOST_AUDIT_S = 300
+
 _OPERATORS = frozenset({"AND", "OR", "WITH"})
 
 # What PyTorch's build for GPUs asks for by exact versions, and its build for CPUs does not: the lock file fits both.
@@ -74,7 +81,10 @@ def main() -> int:
     """0 where everything is as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lock", action="store_true", help="write the lock file")
+    parser.add_argument("--audit", type=Path, metavar="PIP_AUDIT", help="the program, which asks an index")
     args = parser.parse_args()
+    if args.audit is not None:
+        return audit(args.audit)
     installed = needed(PROJECT, EXTRAS)
     if args.lock:
         LOCK.write_text(lock_text(installed), encoding="utf-8")
@@ -91,6 +101,32 @@ def main() -> int:
     if not faults:
         print(f"{len(installed)} packages: licences, ranges and lock file are correct")
     return int(bool(faults))
+
+
+def audit(program: Path) -> int:
+    """1 where a locked version has a known weakness; 0, with a line that says so, where no index answers."""
+    words = ["--requirement", str(LOCK), "--no-deps", "--disable-pip", "--format", "json", "--timeout", "10"]
+    try:
+        done = subprocess.run(
+            [str(program), *words, "--progress-spinner", "off"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_MOST_AUDIT_S,
+        )
+        packages = json.loads(done.stdout)["dependencies"]
+    except (OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+        print(f"skipped: pip-audit ({type(error).__name__}); no index answers it, or it is not installed")
+        return 0
+    found = [(one, weakness) for one in packages for weakness in one.get("vulns", [])]
+    for one, weakness in found:
+        better = ", ".join(weakness.get("fix_versions", [])) or "no version yet"
+        reason = _WEAKNESSES.get(weakness["id"], "install that and run `make lock`, or add the reason to _WEAKNESSES")
+        print(f"{one['name']} {one['version']}: {weakness['id']}; corrected in {better}; {reason}")
+    # An index may have packages without what is known of them.
+    num_known = sum("skip_reason" not in one for one in packages)
+    print(f"pip-audit: of {len(packages)} packages the index knows {num_known}, and the others were skipped")
+    return int(any(weakness["id"] not in _WEAKNESSES for _, weakness in found))
 
 
 def needed(project: str, extras: tuple[str, ...]) -> dict[str, metadata.Distribution]:

@@ -3,7 +3,8 @@
     python tools/fuzz_layouts.py --cases 100 --seed 7
     python tools/fuzz_layouts.py --cases 24 --mixer kimi-delta tnl            # only models with one of these mixers
     python tools/fuzz_layouts.py --case '{"world_size": 2, "keys": {…}}'      # one again, as a failure prints it
-    python tools/fuzz_layouts.py --table cases.jsonl                          # which pairs were covered
+    python tools/fuzz_layouts.py --uncovered benchmarks/fuzz-layouts          # towards pairs that no kept case covers
+    python tools/fuzz_layouts.py --table benchmarks/fuzz-layouts              # which pairs the kept cases cover
 
 A case is a configuration drawn from the schema (``layout_fuzzing/drawing.py``) that validation takes, and a layout of 2
 to 4 ranks. In fp64 three steps of gradients and plain descent are compared with one process: loss, all gradients,
@@ -20,21 +21,19 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
-
+from layout_fuzzing.configuration import draw_valid, refusal
+from layout_fuzzing.covering import Coverage
 from layout_fuzzing.drawing import Drawer, Drawn
+from layout_fuzzing.kept import read_case, read_cases
 from layout_fuzzing.pool import RankError, RankPool
-from layout_fuzzing.running import FP32_LIMIT, FP64_LIMIT, Job, config_of
+from layout_fuzzing.running import FP32_LIMIT, FP64_LIMIT, Job
 from layout_fuzzing.stores import write_stores
 from lightscale.config.mixers import MIXERS
 from lightscale.config.model import ModelConfig
-from lightscale.errors import UserError
 
 _LIMITS = {
     "reference": FP64_LIMIT,
@@ -45,26 +44,6 @@ _LIMITS = {
     "follow": FP64_LIMIT,
 }
 """Of errors, by the jobs in their order."""
-
-
-def draw_valid(drawer: Drawer, stores: str, mixers: frozenset[str] = frozenset()) -> tuple[Drawn, int]:
-    """A case that validation takes, and how many it refused before; with ``mixers``, one that has any of them."""
-    refused = 0
-    while True:
-        drawn = drawer.draw()
-        if mixers and not mixers & mixers_of(drawn):
-            continue
-        try:
-            config_of(drawn, stores)
-            return drawn, refused
-        except (UserError, ValidationError, ValueError):
-            refused += 1
-
-
-def mixers_of(drawn: Drawn) -> set[str]:
-    """Names of the mixers of a case's layers."""
-    named = drawn.keys["model.mixer"]
-    return set(named) if isinstance(named, list) else {named}
 
 
 def failures(pool: RankPool, drawn: Drawn, stores: str) -> list[str]:
@@ -104,11 +83,8 @@ def moved(drawn: Drawn, stores: str) -> Drawn | None:
             continue
         rest = {key: value for key, value in drawn.keys.items() if not key.startswith("parallel.")}
         case = replace(drawn, keys=rest | {f"parallel.{axis}": ranks for axis, ranks in other.items()}, cuts=None)
-        try:
-            config_of(case, stores)
+        if refusal(case, stores) is None:
             return case
-        except (UserError, ValidationError, ValueError):
-            continue
     return None
 
 
@@ -116,11 +92,7 @@ def shrunk(pool: RankPool, drawn: Drawn, stores: str, kind: str) -> Drawn:
     """The case with as few options and ranks as still fail with ``kind``, the job that failed."""
 
     def fails(one: Drawn) -> bool:
-        try:
-            config_of(one, stores)
-        except (UserError, ValidationError, ValueError):
-            return False
-        return any(line.startswith(kind) for line in failures(pool, one, stores))
+        return refusal(one, stores) is None and any(line.startswith(kind) for line in failures(pool, one, stores))
 
     changed = True
     while changed:
@@ -163,53 +135,31 @@ def command(drawn: Drawn) -> str:
     return f"python tools/fuzz_layouts.py --case '{json.dumps(asdict(drawn))}'"
 
 
-def pairs(cases: list[Drawn]) -> Counter[tuple[str, str]]:
-    """How often each value of an option met each axis."""
-    found: Counter[tuple[str, str]] = Counter()
-    for drawn in cases:
-        axes = [axis for axis, ranks in drawn.axes().items() if ranks > 1]
-        axes += [drawn.keys.get("parallel.exchange", "gather")] if "sequence" in axes else []
-        axes += ["uneven"] if drawn.cuts is not None else []
-        axes += ["virtual stages"] if drawn.keys.get("parallel.virtual_stages", 1) > 1 else []
-        axes += [f"recompute {drawn.keys['train.recompute']}"] if "train.recompute" in drawn.keys else []
-        axes += [f"packing {drawn.keys['data.packing']}"]
-        for key, value in drawn.keys.items():
-            if key.startswith("parallel.") or key in ("train.recompute", "data.packing"):
-                continue
-            for one in value if isinstance(value, list) else [value]:
-                found.update((f"{key} = {one}", axis) for axis in axes)
-    return found
-
-
-def table(cases: list[Drawn]) -> str:
-    """Rows of values, columns of axes: in how many cases they met."""
-    found = pairs(cases)
-    rows, columns = (sorted({pair[number] for pair in found}) for number in (0, 1))
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row in rows:
-        lines.append(f"| {row} | " + " | ".join(str(found[row, column] or "") for column in columns) + " |")
-    met = sum(1 for row in rows for column in columns if found[row, column])
-    lines.append(f"\n{met} of {len(rows) * len(columns)} pairs in {len(cases)} cases.")
-    return "\n".join(lines)
-
-
-def read_case(text: str) -> Drawn:
-    """A case as ``command`` writes it."""
-    values: dict[str, Any] = json.loads(text)
-    return Drawn(**{**values, "cuts": None if values.get("cuts") is None else tuple(values["cuts"])})
-
-
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=60, help="number of cases (default: 60)")
     parser.add_argument("--seed", type=int, help="random seed (default: a new one each time, printed)")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--mixer", nargs="+", choices=MIXERS, default=[], help="only models with one of these mixers (default: any)"
     )
-    parser.add_argument("--case", help="one case, as JSON")
+    which.add_argument(
+        "--uncovered",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="begin every case from a pair that the cases of these files and folders do not cover",
+    )
+    which.add_argument("--case", help="one case, as JSON")
+    which.add_argument(
+        "--table",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="print the table of pairs of such files and folders, and exit",
+    )
     parser.add_argument("--out", type=Path, help="append each case and its failures to this file, JSON lines")
-    parser.add_argument("--table", type=Path, help="print the table of pairs of such a file, and exit")
     parser.add_argument("--shrink", action="store_true", help="also shrink the case of --case")
     parser.add_argument("--keep-going", action="store_true", help="continue after a failing case")
     parser.add_argument(
@@ -217,39 +167,47 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.table:
-        lines = args.table.read_text().splitlines()
-        print(table([read_case(json.dumps(json.loads(line)["case"])) for line in lines]))
+        coverage = Coverage(read_cases(args.table))
+        coverage.find_refused()
+        print(coverage.table())
         return 0
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
-    given = None if args.case is None else read_case(args.case)
-    drawer, refused, wrong, began = Drawer(random.Random(seed)), 0, 0, time.monotonic()
+    wrong, number, began = 0, 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-layouts-") as folder, RankPool(4, timeout_s=args.timeout_s) as pool:
         write_stores(Path(folder))
-        for number in range(1 if given else args.cases):
-            if given is None:
-                drawn, more = draw_valid(drawer, folder, frozenset(args.mixer))
-                refused += more
-            else:
-                drawn = given
+        for number, drawn in enumerate(cases_of(args, random.Random(seed), folder), 1):
             found = failures(pool, drawn, folder)
             if args.out:
+                line = {"seed": seed, "number": number - 1, "case": asdict(drawn), "wrong": found}
                 with args.out.open("a") as file:
-                    file.write(
-                        json.dumps({"seed": seed, "number": number, "case": asdict(drawn), "wrong": found}) + "\n"
-                    )
+                    file.write(json.dumps(line) + "\n")
             if found:
                 wrong += 1
-                print(f"case {number}: {command(drawn)}\n" + "\n".join(found), flush=True)
-                if given is None or args.shrink:
+                print(f"case {number - 1}: {command(drawn)}\n" + "\n".join(found), flush=True)
+                if args.case is None or args.shrink:
                     small = shrunk(pool, drawn, folder, found[0].partition(":")[0])
                     print(f"shrunk: {command(small)}\n" + "\n".join(failures(pool, small, folder)), flush=True)
                     if not args.keep_going:
                         return 1
-            elif (number + 1) % 10 == 0:
-                print(f"{number + 1} cases, {time.monotonic() - began:.0f} s, {refused} refused", flush=True)
-    print(f"{1 if given else args.cases} cases, {wrong} wrong, {refused} draws refused")
+            elif number % 10 == 0:
+                print(f"{number} cases, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{number} cases, {wrong} wrong")
     return 1 if wrong else 0
+
+
+def cases_of(args: argparse.Namespace, rng: random.Random, stores: str) -> Iterator[Drawn]:
+    """The cases that the command line asks for."""
+    if args.case is not None:
+        return iter([read_case(args.case)])
+    if args.uncovered:
+        # Stacks of many mixers, so that few cases have many pairs; their options are filled in.
+        drawer = Drawer(rng, periods=(2, 4), share=0.1)
+        drawn = Coverage(read_cases(args.uncovered), stores).towards_uncovered(drawer)
+    else:
+        drawer = Drawer(rng)
+        drawn = (draw_valid(drawer, stores, frozenset(args.mixer)) for _ in itertools.count())
+    return itertools.islice(drawn, args.cases)
 
 
 if __name__ == "__main__":

@@ -201,7 +201,8 @@ class Visit:
             lines = self._results / f"{slug}.jsonl"
             lines.unlink(missing_ok=True)
             # A test that is named needs no selection besides; what selects tests is left out.
-            words = (*_PYTEST, *(["--small"] if "--small" in command else []), "--results", str(lines))
+            before = command[: command.index(sys.executable)]
+            words = (*before, *_PYTEST, *(["--small"] if "--small" in command else []), "--results", str(lines))
             code = run_command((*words, *by_group[group]), end - time.monotonic(), self._log(slug))
             outcomes = (
                 [json.loads(line)["outcome"] for line in lines.read_text().splitlines()] if lines.exists() else []

@@ -85,9 +85,9 @@ def at_lengths(chosen: ChosenRun) -> dict[str, dict[str, float]]:
                 layout=LoaderLayout(),
                 targets=masks,
             )
-            sums = engine.forward_only([batch.to(mesh.device) for batch in batches], accuracy=True)
-            assert sums.accuracy is not None
-            found[str(tokens)] = {"loss": sums.mean, "accuracy": sums.accuracy, "predicted": sums.tokens}
+            sums = engine.forward_only([batch.to(mesh.device) for batch in batches], top=(1,))
+            (accuracy,) = sums.accuracies
+            found[str(tokens)] = {"loss": sums.mean, "accuracy": accuracy, "predicted": sums.tokens}
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cuda_twin import cases, installation, null_cases
+from cuda_twin import bare_packages, cases, installation, null_cases
 from lightscale.config.arguments import add_config, add_overrides
 from lightscale.errors import UserError
 
@@ -158,13 +158,19 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="number of devices of the twin (default: 2)")
     parser.add_argument("--broken", action="store_true", help="kernels compute nothing, in all parts")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="a visit within so many seconds; needs --out")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the visits")
+    parser.add_argument("--bare", action="store_true", help="hide packages that `make bundle` does not bring")
 
 
 def gpu_check(args: argparse.Namespace) -> int:
     """``make gpu-check``'s own code, at small sizes."""
     twin = installation.installed()
     environment = twin.environment(devices=args.gpus, computes=True, everywhere=True)
-    words = ["--save", args.save, *(["--only", *args.only] if args.only else []), *["--broken"] * args.broken]
+    if args.bare:
+        environment["TWIN_HIDES"] = ",".join(sorted(bare_packages.lacking()))
+    visit = [] if args.budget is None else ["--budget", args.budget, "--out", args.out]
+    words = ["--save", args.save, *visit, *(["--only", *args.only] if args.only else []), *["--broken"] * args.broken]
     command = [sys.executable, "-m", "cuda_twin.gpu_check_run", *map(str, words)]
     return subprocess.run(command, env=environment, check=False).returncode
 

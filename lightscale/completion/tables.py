@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lightscale.cli import COMMANDS, load_command
 from lightscale.config import shipped
 from lightscale.config.arguments import CONFIG, OVERRIDE, RUN
-from lightscale.config.fields import FieldDescription, describe_fields
+from lightscale.config.fields import NAMED, FieldDescription, describe_fields, key_text
 
 # By the words of a metavar: what the shell completes as files.
 _FILES = {"FILE", "PATH", "STORE", "CORPUS.toml", "STUDY.toml"}
@@ -50,6 +50,9 @@ def make_tables() -> Tables:
         tables.add("configs", "", name, "shipped configuration")
     for described in describe_fields():
         _add_key(tables, described)
+    for table, (names, _) in NAMED.items():
+        for name in names:
+            tables.add("values", key_text((*table, "name")), name)
     return tables
 
 
@@ -95,10 +98,10 @@ def _kind(tables: Tables, where: str, action: argparse.Action) -> str:
 def _add_key(tables: Tables, described: FieldDescription) -> None:
     # NAME is the user's: it goes on from there.
     key, _, named = described.key.partition("NAME")
-    if not named:
-        tables.add("keys", "", f"{key}=", described.description)
-    elif key not in (line.partition("\t")[0] for line in tables.lines[("keys", "")]):
-        tables.add("keys", "", key, "one table per name")
+    key, meaning = (key, "one table per name") if named else (f"{key}=", described.description)
+    # Several optimizers may have a key of one name, each with a meaning of its own.
+    if key not in (line.partition("\t")[0] for line in tables.lines.get(("keys", ""), [])):
+        tables.add("keys", "", key, meaning)
     for value in _values(described.type):
         tables.add("values", described.key, value)
 

@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lightscale.config.mixers import MIXERS, known_mixers, mixer_options_type
+from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
 from lightscale.config.schema import RunConfig
 from lightscale.config.tasks import TASKS, task_class
 from lightscale.errors import shortened
@@ -21,8 +22,11 @@ from lightscale.errors import shortened
 SECTIONS: tuple[str, ...] = tuple(RunConfig.model_fields)
 MIXER_OPTIONS = ("model", "mixer_options")
 """The table with one table per mixer, each of the mixer's own type."""
-TASK = ("task",)
-"""The table of the task's own type."""
+NAMED: dict[tuple[str, ...], tuple[Mapping[str, str], Callable[[object], Any]]] = {
+    ("task",): (TASKS, task_class),
+    ("optimizer",): (OPTIMIZERS, optimizer_class),
+}
+"""Tables of which the key ``name`` decides the type: the known names, and the class by name."""
 
 # Keys that have another name now.
 _RENAMED = {
@@ -77,11 +81,10 @@ def _describe(
                 yield from () if options is None else _describe(options, (*MIXER_OPTIONS, mixer))
             continue
         inner, named = table_type(field.annotation)
-        if (*path, name) == TASK:
+        if (*path, name) in NAMED:
             assert inner is not None
-            yield from _describe(inner, TASK)
-            for task in TASKS:
-                yield from _task_keys(task)
+            yield from _describe(inner, (*path, name))
+            yield from _own_keys(inner, (*path, name))
             continue
         if inner is not None:
             if field.default is None:
@@ -91,11 +94,18 @@ def _describe(
         yield _described((*path, name), field)
 
 
-def _task_keys(task: str) -> Iterator[FieldDescription]:
-    """The fields of [task] that `task` alone has."""
-    for one in _describe(task_class(task).options, TASK):
-        if one.key != key_text((*TASK, "name")):
-            yield replace(one, description=f"Of {task}: {one.description[:1].lower()}{one.description[1:]}")
+def _own_keys(shared: type[BaseModel], table: tuple[str, ...]) -> Iterator[FieldDescription]:
+    """The fields of ``table`` beyond the ``shared`` ones: of which names, where they are the same of several."""
+    names, class_of = NAMED[table]
+    known = {one.key for one in _describe(shared, table)}
+    owners: dict[FieldDescription, list[str]] = {}
+    for name in names:
+        for one in _describe(class_of(name).options, table):
+            if one.key not in known:
+                owners.setdefault(one, []).append(name)
+    for one, having in owners.items():
+        said = f"Of {' and '.join(having)}: {one.description[:1].lower()}{one.description[1:]}"
+        yield replace(one, description=said)
 
 
 def _described(path: tuple[str, ...], field: FieldInfo) -> FieldDescription:
@@ -166,8 +176,10 @@ def nearest_key(path: tuple[str, ...]) -> str:
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(SECTIONS)}"
     if path[:2] == MIXER_OPTIONS:
         return _nearest_option(path)
-    if path[:1] == TASK:
-        return _nearest_task_key(path[1])
+    if path[:1] in NAMED and len(path) == 2:
+        names, class_of = NAMED[path[:1]]
+        if having := [name for name in names if path[1] in class_of(name).options.model_fields]:
+            return f"it needs {path[0]}.name = {' or '.join(map(_quoted, having))}"
     by_name: dict[str, list[str]] = {}
     # Of built-in mixers only: another package that is broken has nothing to do with this mistake.
     for field in _describe(RunConfig, (), MIXERS):
@@ -181,15 +193,6 @@ def nearest_key(path: tuple[str, ...]) -> str:
     if near := difflib.get_close_matches(path[-1], by_name, n=1):
         return f"did you mean {by_name[near[0]][0]}?"
     return f"[{key_text(path[:-1])}] has {', '.join(siblings)}"
-
-
-def _nearest_task_key(key: str) -> str:
-    """Advice on the unknown key task.KEY: the tasks that have it, or the nearest one of any task."""
-    if tasks := [task for task in TASKS if key in task_class(task).options.model_fields]:
-        return f"it needs task.name = {' or '.join(map(_quoted, tasks))}"
-    names = {name: None for task in TASKS for name in task_class(task).options.model_fields}
-    near = difflib.get_close_matches(key, names, n=1)
-    return f"did you mean task.{near[0]}?" if near else f"[task] has {', '.join(names)}"
 
 
 def _nearest_option(path: tuple[str, ...]) -> str:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from lightscale.config.fields import (
     MIXER_OPTIONS,
-    TASK,
+    NAMED,
     field_type_text,
     key_text,
     nearest_key,
@@ -28,7 +28,6 @@ from lightscale.config.mixers import known_mixers, mixer_options_type
 from lightscale.config.schema import RunConfig
 from lightscale.config.section import Section
 from lightscale.config.shipped import find_base, find_config
-from lightscale.config.tasks import TASKS, task_class
 from lightscale.config.text import path_fault, text_fault
 from lightscale.config.toml import MOST_BYTES, TomlError, parse_toml, read_toml
 from lightscale.errors import UserError, shortened
@@ -272,9 +271,11 @@ def _locate(location: Sequence[int | str]) -> tuple[Key, str]:
             break
         expected = field_type_text(field)
         section, _ = table_type(field.annotation)
-        if tuple(key) == TASK and (task := next(parts, None)) is not None:
-            # In the place of a key stands the name of the task, whose type it is.
-            section = task_class(task).options if task in TASKS else None
+        if tuple(key) in NAMED and (name := next(parts, None)) is not None:
+            # In the place of a key stands the name that decides the type.
+            names, class_of = NAMED[tuple(key)]
+            section = class_of(name).options if name in names else None
+            continue
         if get_origin(field.annotation) is dict and (name := next(parts, None)) is not None:
             key.append(name)
             expected = type_text(get_args(field.annotation)[1])

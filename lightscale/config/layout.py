@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
-from lightscale.config.mixers import check_shape, mixer_entry
+from lightscale.config.mixers import check_shape, mixer_entry, mixer_options_type
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
@@ -49,15 +49,7 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     parallel = config.parallel
     data = _data_ranks(parallel, world_size)
     tensor = parallel.tensor
-    # hidden_size needs no check: where it is split it is a multiple of num_heads.
-    # Nor vocab_size: its rows are padded (`models.accounting.padded_vocab_size`).
-    for name in ("num_heads", "intermediate_size"):
-        _require_divisible(f"model.{name}", getattr(config.model, name), "parallel.tensor", tensor)
-    for name, options in config.model.mixer_options.items():
-        # A tensor rank holds whole heads of keys and values, and no head is held twice.
-        if (heads := getattr(options, "num_key_value_heads", None)) is not None:
-            key = f"model.mixer_options.{name}.num_key_value_heads"
-            _require_divisible(key, heads, "parallel.tensor", tensor)
+    check_tensor(config.model, parallel)
     _check_stages(config)
     if parallel.exchange == "two_level" and parallel.ranks_per_node is not None:
         check_nodes(world_size, tensor=tensor, sequence=parallel.sequence, ranks_per_node=parallel.ranks_per_node)
@@ -92,6 +84,22 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     )
 
 
+def check_tensor(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise LayoutError for widths that the tensor ranks do not divide, or heads that `all_to_all` does not."""
+    tensor = parallel.tensor
+    # hidden_size needs no check: where it is split it is a multiple of num_heads.
+    # Nor vocab_size: its rows are padded (`models.accounting.padded_vocab_size`).
+    for name in ("num_heads", "intermediate_size"):
+        _require_divisible(f"model.{name}", getattr(model, name), "parallel.tensor", tensor)
+    for name, options in model.mixer_options.items():
+        # A tensor rank holds whole heads of keys and values, and no head is held twice.
+        if (heads := getattr(options, "num_key_value_heads", None)) is not None:
+            key = f"model.mixer_options.{name}.num_key_value_heads"
+            _require_divisible(key, heads, "parallel.tensor", tensor)
+    if parallel.attention == "all_to_all":
+        _check_heads(model, parallel)
+
+
 def check_mixers(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Refuse shapes that a mixer does not support, and axes it cannot be split along; imports no mixer's class."""
     for layer, name in enumerate(model.layers):
@@ -115,6 +123,31 @@ def _check_length(name: str, length: int, parallel: ParallelConfig) -> None:
             f"{parallel.tensor} (tensor ranks hold shards of the activations too)",
             f"use {near_multiple(length, parallel.sequence * parallel.tensor)} tokens",
         )
+
+
+def _check_heads(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Every sequence rank computes as many heads of queries, and a rank's heads share whole heads of keys."""
+    for name in sorted(set(model.layers)):
+        kind = mixer_options_type(name)
+        if kind is None or "num_key_value_heads" not in kind.model_fields:
+            # No softmax attention.
+            continue
+        tensor, sequence = parallel.tensor, parallel.sequence
+        shared = getattr(model.mixer_options.get(name), "num_key_value_heads", None)
+        cure = 'use parallel.attention = "ring"'
+        if model.num_heads % (tensor * sequence):
+            raise LayoutError(
+                f'parallel.attention = "all_to_all": model.num_heads = {model.num_heads} is not divisible by '
+                f"parallel.tensor = {tensor} times parallel.sequence = {sequence}",
+                cure,
+            )
+        if shared is not None and (shared // tensor) % sequence and sequence % (shared // tensor):
+            raise LayoutError(
+                f'parallel.attention = "all_to_all": of model.mixer_options.{name}.num_key_value_heads = {shared} each '
+                f"of parallel.tensor = {tensor} ranks has {shared // tensor}, which parallel.sequence = {sequence} "
+                "neither divides nor is a multiple of",
+                cure,
+            )
 
 
 def _check_stages(config: RunConfig) -> None:

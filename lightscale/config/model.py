@@ -12,7 +12,18 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownEr
 
 from lightscale.config.arithmetic import near_divisor, near_multiple
 from lightscale.config.mixers import Direction, known_mixers, mixer_entry, mixer_options_type
-from lightscale.config.section import MOST_LAYERS, Ids, Positive, Section, Small, Width, WidthOrZero, error_inside
+from lightscale.config.section import (
+    MOST_LAYERS,
+    Extent,
+    IdsOrZero,
+    Positive,
+    Section,
+    Small,
+    Width,
+    WidthOrZero,
+    ZeroToOne,
+    error_inside,
+)
 from lightscale.errors import shortened
 
 _MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_-]*)(\*(?P<count>[1-9][0-9]*))?")
@@ -39,6 +50,60 @@ class TPEConfig(Section):
     """Number of decays λ, shared by all channels; none: head_dim."""
 
 
+class GridConfig(Section):
+    """[model.grid]: documents as grids of tokens, such as images: positions have a coordinate per axis."""
+
+    shape: Annotated[list[Width], Field(min_length=1, max_length=8)]
+    """Extents of the axes, in tokens, last one fastest: [rows, columns], [frames, rows, columns]."""
+    leading_tokens: WidthOrZero = 1
+    """Tokens of a document before its grid; a token store writes the end-of-text token there."""
+
+    @cached_property
+    def axes(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Tokens from one coordinate of each axis to the next."""
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(self.axes))
+
+    @cached_property
+    def document_tokens(self) -> int:
+        """Tokens of a document."""
+        return self.leading_tokens + math.prod(self.shape)
+
+    @cached_property
+    def first_cell(self) -> int:
+        """Index in the grid of a document's first token: leading tokens end full slices in front of the first axis."""
+        return -self.leading_tokens % self.strides[0]
+
+
+class PatchesConfig(Section):
+    """[model.patches]: images as inputs; the tokens of the grid are patches of pixels (ViT, arXiv 2010.11929)."""
+
+    size: Annotated[list[Extent], Field(min_length=2, max_length=2)]
+    """Height and width of a patch, in pixels; times model.grid.shape they are those of the images."""
+    channels: Literal[1, 3] = 3
+    """Numbers per pixel; 1: grey, 3: RGB."""
+    mean: Annotated[list[ZeroToOne], Field(default=[0.5], min_length=1, max_length=3)]
+    """Subtracted from pixels, which are 0 to 1; one number for all channels, or one per channel."""
+    std: Annotated[list[Small], Field(default=[0.5], min_length=1, max_length=3)]
+    """Divisor of pixels less their mean; as mean."""
+    learned_positions: bool = False
+    """Whether a learned vector is added to every token, as in ViT; otherwise only mixers and TPE have positions."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.channels):
+                raise ValueError(
+                    f"model.patches.{name} has {len(values)} numbers for {self.channels} channels "
+                    f"(model.patches.channels); use 1 or {self.channels} of them"
+                )
+        return self
+
+
 class ModelConfig(Section):
     """[model]: the shape of the network."""
 
@@ -52,22 +117,27 @@ class ModelConfig(Section):
     """Number of heads; a divisor of hidden_size, unless all mixers have an option head_dim."""
     intermediate_size: WidthOrZero
     """Inner width of the gated linear unit, in channels; 0: blocks hold only the mixer, as in CausalRN."""
-    vocab_size: Ids
-    """Rows of the embedding, in tokens, padding included. The largest published vocabularies have 262,144."""
+    vocab_size: IdsOrZero = 0
+    """Rows of the embedding, in tokens, padding included. The largest published vocabularies have 262,144. Required,
+    except with model.patches, which has no such rows: 0."""
     tie_word_embeddings: bool = True
     """Whether embedding and output layer share their weight."""
     head: HeadConfig | None = None
     """Table of the output layer for labels of documents, for task.name = "classify"; none: predict tokens."""
     tpe: TPEConfig | None = None
     """Table of a non-default TPE after the embedding; none: the default one, for mixers that use it."""
+    grid: GridConfig | None = None
+    """Table of grids, for LRPE and TPE by axes (LightNet's MD-LRPE and MD-TPE); none: documents are rows of tokens."""
+    patches: PatchesConfig | None = None
+    """Table of patches of images, for task.name = "classify-image"; none: tokens are ids."""
     glu_activation: Literal["none", "silu", "gelu_tanh"] = "none"
     """Activation of the gate in the gated linear unit; gelu_tanh: GELU by its formula with tanh, as in Gemma."""
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm"
     """Norm of each mixer, of each gated linear unit, and at the end. srmsnorm and layernorm have no weight;
     layernorm also subtracts the mean (CausalRN)."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: Literal["pre", "post", "both", "by_mixer"] = "pre"
     """Norms in a block: pre, on the inputs of mixer and gated linear unit; post, on their outputs, before they join the
-    residual stream (OLMo 2); both (Gemma 2)."""
+    residual stream (OLMo 2); both (Gemma 2); by_mixer, post with softmax attention, else pre (OLMo Hybrid)."""
     zero_centered_norm: bool = False
     """Whether the norms multiply by 1 + weight, as in Gemma 2 and Qwen3-Next; false: by the weight. With rmsnorm."""
     final_norm: bool = True
@@ -90,6 +160,19 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Channels per head."""
         return self.hidden_size // self.num_heads
+
+    @cached_property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """(height, width, channels) of the images that it reads, in pixels; None: it reads ids."""
+        if self.patches is None or self.grid is None:
+            return None
+        height, width = (patch * number for patch, number in zip(self.patches.size, self.grid.shape, strict=True))
+        return height, width, self.patches.channels
+
+    @cached_property
+    def axes(self) -> int:
+        """Axes of positions: 1 without a grid."""
+        return 1 if self.grid is None else self.grid.axes
 
     @cached_property
     def output_std(self) -> float:
@@ -151,6 +234,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_embedding()
         if self.zero_centered_norm and self.norm != "rmsnorm":
             raise ValueError(
                 f'model.zero_centered_norm = true with model.norm = "{self.norm}", which has no weight; use '
@@ -167,6 +251,12 @@ class ModelConfig(Section):
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}; "
                 f"use {near_divisor(self.hidden_size, self.num_heads)} heads"
             )
+        if self.head_dim % self.axes:
+            raise ValueError(
+                f"model.grid.shape has {self.axes} axes, which share the {self.head_dim} channels of a head evenly "
+                "(model.hidden_size / model.num_heads); use a head width that is a multiple of "
+                f"{self.axes}, such as {near_multiple(self.head_dim, self.axes)}"
+            )
         period = len(_mixer_period(self.mixer))
         if self.num_layers % period:
             raise ValueError(
@@ -174,6 +264,29 @@ class ModelConfig(Section):
                 f"pattern model.mixer = {self.mixer}; use {near_multiple(self.num_layers, period)}"
             )
         return self
+
+    def _check_embedding(self) -> None:
+        """Raise ValueError unless there is one kind of inputs: ids, or patches on a grid."""
+        if self.patches is None:
+            if not self.vocab_size:
+                raise ValueError("model.vocab_size is missing; it must be a number of tokens, or use [model.patches]")
+            return
+        if self.vocab_size:
+            raise ValueError(
+                f"model.vocab_size = {self.vocab_size} with model.patches: images have no ids; use model.vocab_size = 0"
+            )
+        if self.grid is None or self.grid.axes != 2:
+            found = "no model.grid" if self.grid is None else f"model.grid.shape = {self.grid.shape}"
+            raise ValueError(
+                f"model.patches with {found}: patches stand in rows and columns; use model.grid.shape = [ROWS, COLUMNS]"
+            )
+        if self.head is None:
+            raise ValueError("model.patches without model.head: images are classified; set model.head.num_labels")
+        if self.embedding_multiplier != 1:
+            raise ValueError(
+                f"model.embedding_multiplier = {self.embedding_multiplier} with model.patches: it is a factor of "
+                "embedded ids; use 1.0"
+            )
 
 
 def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:

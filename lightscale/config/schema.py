@@ -11,12 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticKnownError
+from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, field_validator, model_validator
 
-from lightscale.config.arithmetic import near_divisor
+from lightscale.config.arithmetic import near_divisor, near_multiple
+from lightscale.config.kinds import typed_table
 from lightscale.config.mixers import Direction, mixer_entry, reading
 from lightscale.config.model import ModelConfig
+from lightscale.config.optimizers import DEFAULT as DEFAULT_OPTIMIZER
+from lightscale.config.optimizers import OPTIMIZERS
+from lightscale.config.schedules.registry import SCHEDULES, schedule_of
 from lightscale.config.section import (
     MOST_ENTRIES,
     MOST_LAYERS,
@@ -27,6 +30,7 @@ from lightscale.config.section import (
     Positive,
     PositiveOrZero,
     Ranks,
+    RunAtStep,
     Seconds,
     Section,
     Seed,
@@ -35,25 +39,25 @@ from lightscale.config.section import (
     Steps,
     StepsOrZero,
     TokenCount,
-    error_inside,
 )
 from lightscale.config.sinks import RECORD, sink_entry
 from lightscale.config.tasks import DEFAULT as DEFAULT_TASK
-from lightscale.config.tasks import task_class
-from lightscale.errors import UserError, shortened
+from lightscale.config.tasks import TASKS, task_class
 
 Exchange = Literal["gather", "two_level", "ring"]
+Attention = Literal["gather", "ring", "all_to_all"]
 Recompute = Literal["none", "selective", "full"]
 
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_RUN_AT_STEP = re.compile(r".+@[0-9]{1,10}")
 
 
 class TaskConfig(Section):
     """[task]: the training objective. Every task has its own type, with more keys."""
 
     name: str = DEFAULT_TASK
-    """Target of the prediction; causal: the next token; masked: hidden tokens; classify: labels of documents."""
+    """Target of the prediction; causal: next token; masked: hidden tokens; classify, classify-image: labels; distill: a
+    teacher's; sft: counted tokens of conversations.
+    """
 
 
 class MixedStore(Section):
@@ -177,47 +181,84 @@ class ParallelConfig(Section):
     """Pipeline stages per pipeline rank, interleaved for a smaller bubble; 1: one stage each (1F1B)."""
     exchange: Exchange = "gather"
     """State passing; gather: all ranks gather; two_level: within nodes, then between them; ring: rank to rank."""
+    attention: Attention = "gather"
+    """Softmax attention; gather: all keys on each rank; ring: keys from rank to rank; all_to_all: some heads a rank."""
     ranks_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Processes per node, for two_level; none: as launched."""
 
 
-class OptimizerConfig(Section):
-    """[optimizer]: Adam and its learning rate schedule."""
+class ParameterGroup(Section):
+    """[optimizer.groups.NAME]: parameters with a learning rate, weight decay or betas of their own."""
 
-    name: Literal["adamw", "adam"] = "adamw"
-    """adamw: decoupled weight decay; adam: weight decay added to the gradient, so that the moments rescale it."""
+    parameters: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_ENTRIES)]
+    """Patterns of the names of parameters, such as ["embedding.*", "*norm.weight"]; * is any text."""
+    lr_factor: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """Factor of the learning rate; 0: the parameters keep their values."""
+    weight_decay: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    """Weight decay, also of norms, biases and decays; none: as without the group."""
+    betas: Annotated[list[Fraction], Field(max_length=MOST_ENTRIES)] | None = None
+    """Decay rates per step, as many as optimizer.betas has; none: optimizer.betas."""
+
+
+class OptimizerConfig(Section):
+    """[optimizer]: the optimizer and its learning rate schedule. Every optimizer has its own type, with more keys."""
+
+    name: str = DEFAULT_OPTIMIZER
+    """Optimizer; adamw: weight decay apart from the gradient; adam: added to it; lion: signs; ademamix: two means;
+    muon: orthogonal matrices."""
     lr: Small
     """Peak learning rate."""
-    schedule: Literal["constant", "cosine", "linear", "inverse_sqrt", "wsd"] = "constant"
-    """Shape after the warm-up; inverse_sqrt: as 1/sqrt(step); wsd: constant, then linear over decay_steps."""
+    schedule: Literal["constant", "linear", "cosine", "minus_sqrt", "polynomial", "inverse_sqrt", "wsd"] = "constant"
+    """Shape after the warm-up; inverse_sqrt: as 1/sqrt(step); wsd: constant, then decay over decay_steps; others: the
+    decay of that name until the end."""
     warmup_steps: StepsOrZero = 0
     """Length of the linear warm-up from 0, in steps."""
     decay_steps: Steps | None = None
     """Length of the final decay of wsd, in steps."""
+    decay: Literal["linear", "cosine", "minus_sqrt", "polynomial"] = "linear"
+    """Shape of the final decay of wsd over x from 0 to 1; minus_sqrt: 1 - sqrt(x); polynomial: (1 - x)^decay_power."""
+    decay_power: Small = 1.0
+    """Exponent of polynomial; 1: linear."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Final learning rate of cosine, linear and wsd, as a share of lr."""
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates per step of Adam's first and second moments."""
-    eps: Small = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Final learning rate of a decay, as a share of lr."""
     weight_decay: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.1
-    """Weight decay; adamw: times lr, per step; adam: added to the gradient. Norms, biases and decays have none."""
+    """Weight decay, times lr, per step; of adam: added to the gradient. Norms, biases and decays have none."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it; 0: off."""
+    groups: dict[str, ParameterGroup] = Field(default={}, max_length=MOST_ENTRIES)
+    """Parameter groups by name; a parameter is in one group at most."""
+
+    def _check_groups(self) -> None:
+        for name, group in self.groups.items():
+            if group.betas is None:
+                continue
+            where = f"optimizer.groups.{name}.betas = {group.betas}"
+            if (field := type(self).model_fields.get("betas")) is None:
+                raise ValueError(f'{where}: optimizer.name = "{self.name}" has no betas; remove it')
+            kind: Any = Annotated[field.annotation, *field.metadata]
+            try:
+                TypeAdapter(kind).validate_python(group.betas)
+            except ValidationError:
+                raise ValueError(
+                    f"{where}: must be a list as optimizer.betas is, such as {list(field.default)}"
+                ) from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.schedule == "wsd" and self.decay_steps is None:
-            raise ValueError('optimizer.schedule = "wsd" needs optimizer.decay_steps, a number of steps')
-        if self.schedule != "wsd" and self.decay_steps is not None:
+        self._check_groups()
+        schedule = schedule_of(self)
+        schedule.check(self)
+        for key, is_set in {"decay_steps": self.decay_steps is not None, "decay": self.decay != "linear"}.items():
+            if is_set and key not in schedule.uses:
+                fits = " or ".join(f'"{name}"' for name, one in SCHEDULES.items() if key in one.uses)
+                raise ValueError(
+                    f"optimizer.{key} = {getattr(self, key)} has no effect with optimizer.schedule = "
+                    f'"{self.schedule}"; remove it or set the schedule to {fits}'
+                )
+        if self.decay_power != 1 and "polynomial" not in (self.schedule, self.decay):
             raise ValueError(
-                f"optimizer.decay_steps = {self.decay_steps} has no effect with optimizer.schedule = "
-                f'"{self.schedule}"; remove it or set the schedule to "wsd"'
-            )
-        if self.schedule == "inverse_sqrt" and not self.warmup_steps:
-            raise ValueError(
-                'optimizer.schedule = "inverse_sqrt" falls from lr at the end of the warm-up: it needs '
-                "optimizer.warmup_steps, a number of steps"
+                f"optimizer.decay_power = {self.decay_power} is the exponent of the polynomial decay; remove it, or "
+                'use optimizer.schedule = "polynomial", or optimizer.decay = "polynomial" with "wsd"'
             )
         return self
 
@@ -245,10 +286,14 @@ class TrainConfig(Section):
     """Back-end of the operators; auto: Triton on GPUs, else chunked PyTorch; reference: token by token."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of weights and activations; auto: fp32 on CPUs, bf16 with fp32 main weights on GPUs."""
+    cuda_graphs: Literal["auto", "off"] = "off"
+    """CUDA graphs of micro-batches whose shapes repeat, with the same numbers; auto: where a run can be captured."""
     validate_every: StepsOrZero = 0
     """Steps between validations; 0: never."""
-    init_from: str | None = None
+    init_from: RunAtStep | None = None
     """RUN@STEP: checkpoint with the initial weights; optimizer and data start from the beginning."""
+    branch_from: RunAtStep | None = None
+    """RUN@STEP: full checkpoint from which this run continues, at STEP, with its optimizer and position in the data."""
     profile_steps: Annotated[tuple[Steps, Steps], Field(strict=False)] | None = None
     """[first, last]: steps to profile, counted from 1."""
 
@@ -257,6 +302,11 @@ class TrainConfig(Section):
         if (self.steps is None) == (self.tokens is None):
             found = "both are given" if self.steps else "neither is given"
             raise ValueError(f"set exactly one of train.steps and train.tokens, the run's length; {found}")
+        if self.init_from is not None and self.branch_from is not None:
+            raise ValueError(
+                f'train.init_from = "{self.init_from}" and train.branch_from = "{self.branch_from}" exclude each '
+                'other; set one of them to "none"'
+            )
         if self.recompute_layers is not None and self.recompute != "full":
             raise ValueError(
                 f'train.recompute_layers = {self.recompute_layers} needs train.recompute = "full", not '
@@ -265,10 +315,6 @@ class TrainConfig(Section):
         if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
             first, last = self.profile_steps
             raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; use [{last}, {first}]")
-        if self.init_from is not None and not _RUN_AT_STEP.fullmatch(self.init_from):
-            raise ValueError(
-                f'train.init_from = "{shortened(self.init_from)}" must be RUN@STEP, like "runs/first@1000"'
-            )
         return self
 
 
@@ -384,7 +430,7 @@ class RunConfig(Section):
     task: Annotated[SerializeAsAny[TaskConfig], Field(validate_default=True)] = TaskConfig()
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig
+    optimizer: SerializeAsAny[OptimizerConfig]
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -405,44 +451,43 @@ class RunConfig(Section):
         assert self.train.tokens is not None
         return math.ceil(self.train.tokens / self.tokens_per_step)
 
+    @property
+    def parent_steps(self) -> int:
+        """Steps that the parent of a branch has done at the beginning of the run; 0: the run is no branch."""
+        return 0 if self.train.branch_from is None else int(self.train.branch_from.rpartition("@")[2])
+
+    @property
+    def own_steps(self) -> int:
+        """Steps of the run itself, without those of its parent."""
+        return self.total_steps - self.parent_steps
+
+    @property
+    def teacher(self) -> str | None:
+        """RUN@STEP of the frozen model that the run learns from; None: it learns from the labels alone."""
+        return getattr(self.task, "teacher", None)
+
     @field_validator("task", mode="before")
     @classmethod
-    def _typed_task(cls, table: Any) -> TaskConfig:
+    def _typed_task(cls, table: Any) -> Section:
         """Validate the table with the named task's own type."""
-        if isinstance(table, TaskConfig):
-            table = table.model_dump()
-        if not isinstance(table, dict):
-            raise PydanticKnownError("dict_type")
-        name = table.get("name", DEFAULT_TASK)
-        try:
-            found = task_class(name).options.model_validate(table)
-        except UserError as error:
-            wrong = PydanticCustomError("value_error", "{error}", {"error": str(error)})
-            location = (DEFAULT_TASK, "name")
-            details = [InitErrorDetails(type=wrong, loc=location, input=name)]
-            raise ValidationError.from_exception_data("task", details) from None
-        except ValidationError as error:
-            # Under the task's name, so that messages find the type.
-            inside = [error_inside(name, dict(item)) for item in error.errors(include_url=False)]
-            raise ValidationError.from_exception_data("task", inside) from None
-        assert isinstance(found, TaskConfig), f"{type(found)} of task {name} is no TaskConfig"
-        return found
+        return typed_table("task", TASKS, DEFAULT_TASK, table)
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _typed_optimizer(cls, table: Any) -> Section:
+        """Validate the table with the named optimizer's own type."""
+        return typed_table("optimizer", OPTIMIZERS, DEFAULT_OPTIMIZER, table)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_task()
+        self._check_grid()
         optimizer, steps = self.optimizer, self.total_steps
-        if optimizer.schedule in ("cosine", "linear") and optimizer.warmup_steps >= steps:
+        schedule_of(optimizer).check_length(optimizer, steps)
+        if self.own_steps < 1:
             raise ValueError(
-                f"optimizer.warmup_steps = {optimizer.warmup_steps} leaves none of the run's {steps} steps "
-                f"(train.steps or train.tokens) for the {optimizer.schedule} schedule; use {steps // 10}"
-            )
-        decay_steps = optimizer.decay_steps or 0
-        if optimizer.schedule == "wsd" and optimizer.warmup_steps + decay_steps > steps:
-            raise ValueError(
-                f"optimizer.warmup_steps = {optimizer.warmup_steps} and optimizer.decay_steps = "
-                f"{decay_steps} together exceed the run's {steps} steps (train.steps or "
-                f"train.tokens); use {steps // 10} and {max(1, steps // 5)}"
+                f'train.branch_from = "{self.train.branch_from}": the run ends at step {steps} (train.steps or '
+                f"train.tokens); use more than {self.parent_steps}"
             )
         if self.train.profile_steps and self.train.profile_steps[1] > steps:
             raise ValueError(
@@ -475,10 +520,15 @@ class RunConfig(Section):
     def _check_task(self) -> None:
         """Raise ValueError when the task does not fit the layers' directions, packing, head or evaluation."""
         name, task = self.task.name, task_class(self.task.name)
-        if self.data.packing == "joined" and name != DEFAULT_TASK:
+        if self.data.packing == "joined" and not task.writes_text:
             raise ValueError(
                 f'data.packing = "joined" merges the documents of a sequence, but task.name = "{name}" needs them '
                 'apart; use "concat" or "whole"'
+            )
+        if self.data.packing != "whole" and task.keeps_documents_whole:
+            raise ValueError(
+                f'data.packing = "{self.data.packing}" cuts documents, but task.name = "{name}" learns from whole ones;'
+                ' use "whole"'
             )
         if task.predicts_labels and self.model.head is None:
             raise ValueError(
@@ -489,6 +539,17 @@ class RunConfig(Section):
             raise ValueError(
                 f'model.head predicts labels of documents, but task.name = "{name}" predicts tokens; remove the table, '
                 'or use task.name = "classify"'
+            )
+        if task.reads_images != (self.model.patches is not None):
+            cure = "add model.patches" if task.reads_images else 'use task.name = "classify-image"'
+            state = "is missing" if task.reads_images else "is set"
+            raise ValueError(f'task.name = "{name}": model.patches, the inputs of images, {state}; {cure}')
+        if task.reads_images:
+            self._check_images()
+        if self.teacher is not None and self.parallel.pipeline > 1:
+            raise ValueError(
+                f'parallel.pipeline = {self.parallel.pipeline}: the teacher of task.name = "{name}" has no pipeline '
+                "stages; use parallel.pipeline = 1, with more tensor, sequence or data ranks"
             )
         directions = {self.model.direction(layer) for layer in range(len(self.model.layers))}
         if self.model.head is not None and self.model.head.pooling == "first" and directions == {"causal"}:
@@ -505,6 +566,36 @@ class RunConfig(Section):
                 f"evaluation.every_steps = {every} needs a model that predicts the next token, but "
                 f'task.name = "{name}"; set evaluation.every_steps to 0'
             )
+
+    def _check_images(self) -> None:
+        """Raise ValueError unless a sequence is one image."""
+        assert self.model.grid is not None, "checked with the model"
+        tokens = self.model.grid.document_tokens
+        if self.data.sequence_length != tokens:
+            raise ValueError(
+                f"data.sequence_length = {self.data.sequence_length}: an image has {tokens} tokens (model.grid: "
+                f"leading_tokens = {self.model.grid.leading_tokens}, shape = {self.model.grid.shape}); use {tokens}"
+            )
+        if self.data.packing != "concat":
+            raise ValueError(f'data.packing = "{self.data.packing}": a sequence is one image; use "concat"')
+        if self.data.curriculum:
+            raise ValueError("data.curriculum: images have one size; remove the curriculum stages")
+
+    def _check_grid(self) -> None:
+        """Raise ValueError where a sequence would cut documents, whose coordinates are counted from their starts."""
+        if self.model.grid is None or self.model.patches is not None:
+            return
+        if self.data.packing == "joined":
+            raise ValueError('data.packing = "joined" with model.grid: coordinates end with a document; use "concat"')
+        tokens = self.model.grid.document_tokens
+        lengths = [("data", self.data.sequence_length)]
+        lengths += [("data.curriculum", stage.sequence_length) for stage in self.data.curriculum]
+        for key, length in lengths:
+            if length % tokens:
+                raise ValueError(
+                    f"{key}: sequence_length = {length} cuts documents of {tokens} tokens (model.grid); use "
+                    f"{near_multiple(length, tokens)}"
+                )
 
 
 def _wrong_direction(task: str, layer: str, mixer: str, direction: Direction) -> str:

@@ -4,10 +4,11 @@ Corpus files, task files and the options of mixers use them too.
 """
 
 import itertools
+import re
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
 from lightscale.config.text import path_fault, text_fault
@@ -31,6 +32,9 @@ Steps = Annotated[int, Field(ge=1, le=_MOST_STEPS)]
 StepsOrZero = Annotated[int, Field(ge=0, le=_MOST_STEPS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Ids = Annotated[int, Field(ge=1, le=MOST_IDS)]
+IdsOrZero = Annotated[int, Field(ge=0, le=MOST_IDS)]
+# Of a patch, in pixels: its numbers are a row of a matrix.
+Extent = Annotated[int, Field(ge=1, le=1024)]
 # Positions are written as floats of 32 bits at places.
 SequenceLength = Annotated[int, Field(ge=1, le=MOST_SEQUENCE_TOKENS)]
 # What generators of random numbers take.
@@ -61,6 +65,19 @@ def _whole(value: object) -> object:
 
 
 TokenCount = Annotated[int, Field(ge=1, le=_MOST_TOKENS), BeforeValidator(_whole)]
+
+
+_RUN_AT_STEP = re.compile(r".+@[0-9]{1,10}")
+
+
+def _run_at_step(value: str) -> str:
+    if not _RUN_AT_STEP.fullmatch(value):
+        raise ValueError('must be RUN@STEP, like "runs/first@1000"')
+    return value
+
+
+RunAtStep = Annotated[str, AfterValidator(_run_at_step)]
+"""A checkpoint: the directory of a run, and a step of it."""
 
 
 def _check_texts(value: Any) -> None:

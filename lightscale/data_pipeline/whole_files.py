@@ -30,6 +30,12 @@ def _temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}{TEMPORARY_SUFFIX}")
 
 
+def _name(error: OSError, path: Path) -> None:
+    """Add the name of the file or directory, which the system does not give for writes."""
+    if error.filename is None:
+        error.filename = str(path)
+
+
 @contextmanager
 def whole_directory(path: Path, *, others_are_equal: bool = True) -> Iterator[Path]:
     """A new directory to fill; it gets the name ``path`` if the block ends well. Another's of that name stays.
@@ -54,6 +60,9 @@ def whole_directory(path: Path, *, others_are_equal: bool = True) -> Iterator[Pa
             if not others_are_equal:
                 raise UserError(f"{path}: another process wrote it at the same time; use another directory") from None
         sync(path.parent)
+    except OSError as error:
+        _name(error, path)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -68,6 +77,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         sync(temporary)
         temporary.rename(path)
         sync(path.parent)
+    except OSError as error:
+        _name(error, path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

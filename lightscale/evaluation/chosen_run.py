@@ -37,6 +37,7 @@ _ONE_PROCESS = (
     "parallel.data=none",
     "parallel.virtual_stages=1",
     "parallel.exchange=gather",
+    "parallel.attention=gather",
     "parallel.ranks_per_node=none",
 )
 
@@ -70,10 +71,12 @@ def choose_run(
     require_run(directory.path)
     config = load(directory.config, [*_ONE_PROCESS, *overrides])
     check_model(config.model, config.parallel)
-    if not any_task and not task_class(config.task.name).writes_text:
+    task = task_class(config.task.name)
+    if not any_task and not task.writes_text:
+        cure = "use a run of texts" if task.reads_images else "use `lightscale predict` for this model"
         raise UserError(
             f'{directory.path}: its task.name = "{config.task.name}": only models that predict the next token '
-            '(task.name = "causal") score and generate text; use `lightscale predict` for this model'
+            f'(task.name = "causal") score and generate text; {cure}'
         )
     if not may_wait:
         _check_step(directory, step)

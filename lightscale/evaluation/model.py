@@ -1,10 +1,10 @@
 """A trained model, ready to be used: the weights of any run's checkpoint on any ranks, and its tokenizer."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run
 from lightscale.models.language_model import LanguageModel
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.rendezvous.rank_store import open_store
 from lightscale.training.build import build_engine
 from lightscale.training.checkpoints.restore import Checkpoints, Restored
 
@@ -53,10 +54,7 @@ def load_model(
             All but the last are found before a process group is started.
     """
     chosen = choose_run(run, step=step, store=store)
-    with (
-        tempfile.TemporaryDirectory(prefix="lightscale-") as folder,
-        start_mesh(device=device, init_method=f"file://{folder}/rendezvous") as mesh,
-    ):
+    with start_mesh(device=device) as mesh:
         yield restore(chosen, mesh)
 
 
@@ -69,17 +67,16 @@ def mesh_of(config: RunConfig) -> Iterator[Mesh]:
         "pipeline": parallel.pipeline,
         "sequence": parallel.sequence,
         "exchange": parallel.exchange,
+        "attention": parallel.attention,
         "device": config.train.device,
         "timeout_s": config.restart.collective_timeout_s,
     }
     if "RANK" not in environ:
-        with (
-            tempfile.TemporaryDirectory(prefix="lightscale-") as folder,
-            start_mesh(init_method=f"file://{folder}/rendezvous", **axes) as mesh,
-        ):
+        with start_mesh(**axes) as mesh:
             yield mesh
         return
     with start_mesh(
+        store=open_store(environ, timedelta(seconds=config.restart.collective_timeout_s)),
         rank=int(environ["RANK"]),
         world_size=int(environ["WORLD_SIZE"]),
         local_rank=int(environ["LOCAL_RANK"]),

@@ -156,17 +156,17 @@ def _made(entry: TaskEntry, settings: dict[str, Any], folder: Path, origin: str,
         settings["limit"] = limit
 
     def explain(item: dict[str, Any]) -> str:
-        keys = item["loc"]
+        keys = tuple(map(str, item["loc"]))
         known = ", ".join(["kind", *cls.Settings.model_fields])
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(keys[-1]), cls.Settings.model_fields, n=1)
+            near = difflib.get_close_matches(keys[-1], cls.Settings.model_fields, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             return f"{origin}: {shown_key(keys)}: no such key; {hint}known: {known}"
         if item["type"] == "missing":
             return f"{origin}: {shown_key(keys)} is missing"
         if item["type"] == "value_error":
             return f"{origin}: {item['ctx']['error']}"
-        field_info = cls.Settings.model_fields.get(str(keys[0])) if keys else None
+        field_info = cls.Settings.model_fields.get(keys[0]) if keys else None
         must = f"must be {field_type_text(field_info)}" if field_info is not None else item["msg"]
         return f"{origin}: {shown_key(keys)} = {shown_value(item['input'])}: {must}"
 

@@ -1,7 +1,6 @@
 """Texts to be evaluated on: documents out of text, jsonl and parquet files, or out of a source of a token store."""
 
 import glob
-import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import xxhash
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError, shortened
-from lightscale.files import open_regular
+from lightscale.files import open_regular, unpacked_gzip
 
 MOST_BYTES = 2**32
 """Of one file, which is read whole."""
@@ -95,10 +94,7 @@ def json_lines(path: Path, data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _jsonl(path: Path, data: bytes, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     if path.name.endswith(".gz"):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError) as error:
-            raise UserError(f"{path}: damaged gzip file ({error})") from None
+        data = unpacked_gzip(data, path, most_bytes=MOST_BYTES)
     for number, record in json_lines(path, data):
         for column in columns:
             if not isinstance(record.get(column), str):
@@ -115,12 +111,13 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: pyarrow is needed to read it; pip install 'lightscale[corpus]'") from None
     try:
         table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
+        records = table.to_pylist()
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{path}: damaged parquet file ({shortened(str(error))})") from None
     for column in columns:
         if column not in table.column_names:
             raise UserError(f"{path}: no column {column!r}; it has {', '.join(table.column_names)}")
-    for row, record in enumerate(table.to_pylist()):
+    for row, record in enumerate(records):
         for column in columns:
             if not isinstance(record[column], str):
                 raise UserError(f"{path}: row {row}: no text in the column {column!r}")

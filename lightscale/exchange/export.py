@@ -5,6 +5,7 @@ DIR/model-….safetensors, model.safetensors.index.json   the weights, straight 
                                                         the second of models that generate
     modeling_lightscale.py                              the model in plain PyTorch; none for transformers' own or fla's
     tokenizer.json, tokenizer_config.json               the tokenizer as transformers reads it
+    chat_template.jinja, chat.json                      of conversations: the template for transformers, and the run's
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
     README.md                                           the model card
     XXH128SUMS                                          the hash of each file but the model card
@@ -25,8 +26,10 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
 from lightscale.exchange import model_card
+from lightscale.exchange.chat.markup import Markup
 from lightscale.exchange.export_reader import TOKENIZER
 from lightscale.exchange.files import export_config
+from lightscale.exchange.files.chat_template import write_chat_template
 from lightscale.exchange.files.checksums import write_checksums
 from lightscale.exchange.files.safetensors_files import write_shards
 from lightscale.exchange.files.tokenizer_files import write_tokenizer
@@ -34,6 +37,7 @@ from lightscale.exchange.files.weights import run_shape
 from lightscale.exchange.formats import FORMATS, ExportFormat, format_named
 from lightscale.exchange.trained import TrainedRun, open_run
 from lightscale.files import existing_part
+from lightscale.training.health.limits import require_file_size
 
 RUN_CONFIG = "run.toml"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +55,8 @@ class Exported:
     files: tuple[str, ...]
     refused: tuple[str, ...]
     """Why newer checkpoints were skipped, one line each."""
+    notes: tuple[str, ...] = ()
+    """What the export lacks, one line each."""
 
 
 def check_target(target: Path) -> None:
@@ -84,10 +90,10 @@ def export(
     run = open_run(chosen)
     tensors = wanted.tensors(run, _DTYPES[dtype])
     num_parameters, num_bytes = sum(math.prod(one.shape) for one in tensors), sum(one.num_bytes for one in tensors)
-    check_space(target, num_bytes)
+    check_space(target, num_bytes, shard_bytes)
     with whole_directory(target, others_are_equal=False) as draft:
         # What may be refused comes before what takes long.
-        _write_tokenizer(draft, run)
+        notes = _write_tokenizer(draft, run)
         texts = _texts(run, wanted, num_parameters=num_parameters, dtype=dtype)
         for name, text in texts.items():
             (draft / name).write_text(text, encoding="utf-8")
@@ -100,21 +106,31 @@ def export(
         num_bytes=num_bytes,
         files=tuple(files),
         refused=run.refused,
+        notes=notes,
     )
 
 
-def check_space(target: Path, num_bytes: int) -> None:
-    """Raise ``UserError`` if the disk of ``target`` has too little space for the tensors."""
+def check_space(target: Path, num_bytes: int, shard_bytes: int) -> None:
+    """Raise ``UserError`` if the disk of ``target`` has too little space for the tensors, or a file may not have it."""
+    require_file_size(min(num_bytes, shard_bytes), "use a smaller --shard-size")
     free = shutil.disk_usage(existing_part(target.resolve())).free
     if free < num_bytes:
         raise UserError(f"--to {target}: the export needs {num_bytes:,} bytes, and {free:,} are free on its disk")
 
 
-def _write_tokenizer(draft: Path, run: TrainedRun) -> None:
-    has_mask = run.shape.task == "masked"
-    write_tokenizer(run.tokenizer, draft, max_tokens=run.chosen.config.data.sequence_length, has_mask=has_mask)
+def _write_tokenizer(draft: Path, run: TrainedRun) -> tuple[str, ...]:
+    """Write tokenizer and chat template; a sentence for what is not written."""
+    eot = write_tokenizer(
+        run.tokenizer,
+        draft,
+        max_tokens=run.chosen.config.data.sequence_length,
+        has_mask=run.shape.task == "masked",
+        reads_markup=run.reads_markup,
+    )
     (draft / TOKENIZER).mkdir()
     run.tokenizer.save(draft / TOKENIZER)
+    note = None if run.chat is None else write_chat_template(run.chat, run.tokenizer, eot, draft)
+    return () if note is None else (note,)
 
 
 def _texts(run: TrainedRun, wanted: ExportFormat, *, num_parameters: int, dtype: str) -> dict[str, str]:
@@ -132,15 +148,19 @@ def _texts(run: TrainedRun, wanted: ExportFormat, *, num_parameters: int, dtype:
     usage = wanted.usage(shape)
     return {
         export_config.NAME: _json(settings),
-        **({"generation_config.json": _json(_generation(settings))} if shape.task == "causal" else {}),
+        **({"generation_config.json": _json(_generation(settings, run))} if shape.task == "causal" else {}),
         RUN_CONFIG: to_toml(config),
         model_card.NAME: model_card.model_card(run, num_parameters=num_parameters, dtype=numbers, usage=usage),
         **wanted.code(shape),
     }
 
 
-def _generation(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+def _generation(settings: dict[str, Any], run: TrainedRun) -> dict[str, Any]:
+    found = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if run.chat is not None and run.reads_markup:
+        # An answer ends with its turn, and a document with the end of text.
+        found["eos_token_id"] = sorted({found["eos_token_id"], *Markup(run.chat, run.tokenizer).end_ids})
+    return found
 
 
 def _json(content: object) -> str:

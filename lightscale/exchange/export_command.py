@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     done = export(chosen, args.to, dtype=args.dtype, shard_bytes=args.shard_size, format_name=args.format)
     for reason in done.refused:
         print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
     took = time.perf_counter() - began
     print(
         f"{done.directory}: {done.num_parameters:,} parameters, {size_text(done.num_bytes)} of {args.dtype} in "

@@ -5,16 +5,18 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightscale.data_pipeline.chat.prepared import Chat
+from lightscale.data_pipeline.chat.recorded import kept_template
 from lightscale.data_pipeline.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from lightscale.data_pipeline.tokenizers.interface import read_file
 from lightscale.errors import UserError
 from lightscale.exchange.files import export_config, tokenizer_files
 from lightscale.exchange.files.checksums import require_unchanged
-from lightscale.exchange.files.own_classes import tensor_places, whole_shapes
+from lightscale.exchange.files.own_classes import renamed_and_recut, tensor_places, whole_shapes
 from lightscale.exchange.files.safetensors_files import INDEX, SINGLE, open_shard, read_shards
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
-from lightscale.exchange.plain.model import MIXER_NAMES, Shape
+from lightscale.exchange.plain.model import MIXER_NAMES, SOFTMAX_MIXERS, Shape
 from lightscale.training.checkpoints.reading import parse_object
 
 TOKENIZER = "tokenizer"
@@ -38,7 +40,14 @@ class Export:
     places: dict[str, TensorRows]
     """Where the files have the tensors of the plain model."""
     classes: tuple[str, ...] = ()
+    chat: Chat | None = None
+    """The chat template, as lightscale has kept it, or as the tokenizer's files have it."""
     refused: tuple[str, ...] = ()
+
+    @property
+    def context(self) -> int | None:
+        """See ``OpenedModel``."""
+        return self.max_tokens if {*self.shape.mixers} & {*SOFTMAX_MIXERS} else None
 
     def rows(self, name: str) -> TensorRows:
         """Where the weight ``name`` of the plain model is; of the vocabulary's rows, those in use."""
@@ -47,7 +56,9 @@ class Export:
 
     def read(self, name: str) -> Tensor:
         """See ``OpenedModel``."""
-        return self.tensors.read(self.rows(name))
+        found = self.tensors.read(self.rows(name))
+        # Convolutions (c, 1, w) of transformers' own classes.
+        return found.flatten(1) if found.dim() == 3 else found
 
 
 def is_export(path: Path) -> bool:
@@ -76,8 +87,9 @@ def open_export(directory: Path) -> Export:
         name: [entry for entry in entries if not entry.box.key.endswith(_COMPUTED)]
         for name, entries in read_shards(directory).items()
     }
-    tensors, places = StoredTensors(directory, headers, open_shard), tensor_places(shape, own_type)
+    places = tensor_places(shape, own_type)
     expected = whole_shapes(places, tensor_shapes(shape))
+    tensors = StoredTensors(directory, renamed_and_recut(headers, expected, own_type), open_shard)
     tensors.check({name: TensorRows(key=name) for name in expected}, expected)
     is_masked = shape.task == "masked"
     tokenizer = _tokenizer(directory, shape)
@@ -100,6 +112,7 @@ def open_export(directory: Path) -> Export:
         tensors=tensors,
         places=places,
         classes=_classes(directory, shape),
+        chat=kept_template(directory),
     )
 
 

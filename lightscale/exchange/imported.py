@@ -24,7 +24,7 @@ from lightscale.data_pipeline.whole_files import whole_directory, write_json
 from lightscale.errors import UserError
 from lightscale.exchange.export import RUN_CONFIG
 from lightscale.exchange.export_reader import Export, open_export
-from lightscale.exchange.files.weights import Part, TensorRows, run_shape, stored_parts, tensor_shapes
+from lightscale.exchange.files.weights import Part, run_shape, stored_parts, tensor_shapes
 from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
@@ -66,6 +66,8 @@ def import_model(directory: Path, target: Path) -> Path:
         export.tokenizer.save(run.tokenizer)
         if export.classes:
             write_json(run.classes, list(export.classes))
+        if export.chat is not None:
+            write_json(run.chat, export.chat.description())
         run.checkpoints.mkdir()
         _write_checkpoint(run.checkpoints / directory_name(STEP, "weights"), export, config.model)
         run.write_status("finished", reason=f"imported from {directory.name}", step=STEP, tokens=0)
@@ -172,8 +174,6 @@ def _blocks(export: Export, boxes: Sequence[Box], parts: Sequence[list[Part]]) -
                 drawn = torch.empty(rows_shape).normal_(std=_PADDING_STD, generator=generator)
                 yield drawn.view(-1).view(torch.uint8).numpy().data
                 continue
-            place = export.rows(part.name)
-            first = part.first + (place.ranges[0][0] if place.ranges else 0)
-            rows = TensorRows(key=place.key, ranges=((first, first + len(part.rows)),))
-            for block in export.tensors.blocks(rows):
+            rows = export.rows(part.name)
+            for block in export.tensors.blocks(rows.part(part.first, len(part.rows))):
                 yield block.float().reshape(-1).view(torch.uint8).numpy().data

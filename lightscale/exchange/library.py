@@ -2,6 +2,7 @@
 
     model = lightscale.load("runs/quickstart")
     model.generate("def ", tokens=50); model.logits("some text"); model.loss("some text")
+    lightscale.load("runs/talk").chat().ask("How many?")
 
     lightscale.load("runs/masked").fill("The [MASK] sat.");  lightscale.load("runs/classes").classify("some text")
 
@@ -18,11 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.arguments import run_path
+from lightscale.data_pipeline.chat.prepared import Chat
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.evaluation.inference.prompts import Sampling
 from lightscale.evaluation.inference.sampling import Chooser, choose
 from lightscale.evaluation.inference.written_text import decode_stream, encode_prompt
+from lightscale.exchange.chat.markup import Markup
+from lightscale.exchange.chat.session import ChatSession
 from lightscale.exchange.export_reader import is_export, open_export
 from lightscale.exchange.files.weights import empty_model, kept_dtype
 from lightscale.exchange.loaded import FillMaskModel, LibraryModel, TextClassifier
@@ -120,7 +124,7 @@ class TextModel(LibraryModel[CausalModel]):
         return decode_stream(self.tokenizer, self._continued(prompt_ids, tokens, sampling), stops)
 
     def _continued(self, prompt_ids: Sequence[int], tokens: int, sampling: Sampling) -> Iterator[int]:
-        logits, states = self._feed(prompt_ids, None)
+        logits, states = self.feed(prompt_ids, None)
         chooser = Chooser(sampling, prompt_ids)
         for remaining in reversed(range(tokens)):
             (token,) = choose(logits[None], [chooser])
@@ -128,11 +132,34 @@ class TextModel(LibraryModel[CausalModel]):
                 return
             yield token
             if remaining:
-                logits, states = self._feed([token], states)
+                logits, states = self.feed([token], states)
+
+    def chat(
+        self, system: str | None = None, *, template: Chat | None = None, context: int | None = None
+    ) -> ChatSession:
+        """Begin a conversation.
+
+        Args:
+            system: message of the system; None: no such message.
+            template: chat template; None: that of the model's conversations.
+            context: most tokens of the conversation, at most the learned positions; None: any number for linear mixers,
+                the longest training sequence with softmax attention.
+
+        Raises:
+            UserError: the model has no chat template, or one that does not write questions and answers.
+        """
+        template = template or self.chat_template
+        if template is None:
+            raise UserError(
+                f"{self.origin}: no chat template: it was trained on texts, not on conversations; give one (template)"
+            )
+        limits = [limit for limit in (context or self.context, self.module.shape.learned_positions) if limit]
+        markup = Markup(template, self.tokenizer)
+        return ChatSession(self, markup, system=system, context=min(limits, default=None))
 
     @torch.inference_mode()
-    def _feed(self, ids: Sequence[int], states: list[State] | None) -> tuple[Tensor, list[State]]:
-        """Logits (V,) of the token behind ``ids``."""
+    def feed(self, ids: Sequence[int], states: list[State] | None) -> tuple[Tensor, list[State]]:
+        """Read ``ids`` behind ``states`` (None: a document begins); logits (V,) of the next token, and the states."""
         rows = torch.tensor([ids], device=self.device)
         for part in rows.split(PREFILL_TOKENS, dim=1):
             logits, states = self.module(part, states, last_only=True)
@@ -167,6 +194,8 @@ def load(
         "tokenizer": opened.tokenizer,
         "origin": str(opened.origin),
         "refused": opened.refused,
+        "chat_template": opened.chat,
+        "context": opened.context,
     }
     if isinstance(module, CausalModel):
         return TextModel(module=module, **of_run)

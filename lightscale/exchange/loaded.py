@@ -11,6 +11,7 @@ from typing import Generic, Literal, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from lightscale.data_pipeline.chat.prepared import Chat
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.inference.written_text import encode_prompt
@@ -44,6 +45,10 @@ class LibraryModel(Generic[Module]):
     """The checkpoint or directory that the weights are from."""
     refused: tuple[str, ...] = ()
     """Why newer checkpoints were skipped, one line each."""
+    chat_template: Chat | None = None
+    """That of the conversations that it was trained on; None: it was trained on texts."""
+    context: int | None = None
+    """Tokens of a text that it can be asked about; None: any number."""
 
     @property
     def device(self) -> torch.device:

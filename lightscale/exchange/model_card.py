@@ -5,7 +5,9 @@ import math
 
 import xxhash
 
+from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import RunConfig
+from lightscale.config.tasks import task_class
 from lightscale.exchange.plain.model import SOFTMAX_MIXERS
 from lightscale.exchange.trained import TrainedRun
 from lightscale.records import read_records
@@ -13,16 +15,11 @@ from lightscale.runs.run_directory import RunDirectory
 
 NAME = "README.md"
 _PIPELINES = {"causal": "text-generation", "masked": "fill-mask", "classify": "text-classification"}
-_SPELLED = (
-    "Special tokens spelled in a text are read as ordinary text.",
-    "`[MASK]` in a text is the mask; other special tokens spelled in a text are also read as such.",
-)
 _KINDS = {
     "causal": "A language model",
     "masked": "A model that fills masks from the text before and after them,",
     "classify": "A model that classifies texts,",
 }
-_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 
 
 def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) -> str:
@@ -31,6 +28,7 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
     model = config.model
     mixer = model.mixer if isinstance(model.mixer, str) else ", ".join(model.mixer)
     tokens = run.manifest.facts.get("tokens", 0)
+    optimizer = optimizer_class(config.optimizer.name).__name__
     sources = ", ".join(config.data.sources) or "all sources of the store"
     rows = {
         "task": _task(run),
@@ -42,42 +40,41 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
         "trained on": f"{', '.join(path.name for path in config.data.store_paths.values())}: {sources}",
         "steps, tokens": f"{run.step:,}, {tokens:,}",
         "sequence length": f"{config.data.sequence_length:,} tokens",
-        "optimizer": f"{_OPTIMIZERS[config.optimizer.name]}, lr {config.optimizer.lr:g}, {config.optimizer.schedule}",
+        "optimizer": f"{optimizer}, lr {config.optimizer.lr:g}, {config.optimizer.schedule}",
         **_measured(run.chosen.directory, run.step),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
 library_name: transformers
 pipeline_tag: {_PIPELINES[shape.task]}
-tags: [lightscale, "
-        "
-        f"f"linear-attention]
+tags: [lightscale, linear-attention]
 ---
 
-# {run.chosen.directory.path.resolve().name}, step "
-        f"{run.step}
+# {run.chosen.directory.path.resolve().name}, step {run.step}
 
-{_KINDS[shape.task]} "
-        f"trained with lightscale "
-        f"{run.manifest.facts["versions"].get("lightscale", "")}. {_about(config)}
+{_KINDS[shape.task]} trained with lightscale {run.manifest.facts["versions"].get("lightscale", "")}. {_about(config)}
 
-| | "
-        "
-        f"f"|
+| | |
 |---|---|
 {table}
 
 {usage}
 
-Documents start with the end-of-text token; the tokenizer adds it before "
- "
-        f"       f"every text
-(`add_special_tokens=False`: not). {_SPELLED[shape.task == "masked"]} Each row is one "
-        f""
-        f"document; padding can be on either side.
+Documents start with the end-of-text token; the tokenizer adds it before every text
+(`add_special_tokens=False`: not). {_spelled(run)} Each row is one document;
+padding can be on either side.
 
 Checkpoint: manifest {_manifest_hash(run)}.
 """
+
+
+def _spelled(run: TrainedRun) -> str:
+    """What a special token in a text is read as."""
+    if run.shape.task == "masked":
+        return "`[MASK]` in a text is the mask; other special tokens spelled in a text are also read as such."
+    if run.reads_markup:
+        return "Special tokens spelled in a text are read as such, as the chat template spells them."
+    return "Special tokens spelled in a text are read as ordinary text."
 
 
 def _task(run: TrainedRun) -> str:
@@ -91,7 +88,7 @@ def _task(run: TrainedRun) -> str:
 
 
 def _about(config: RunConfig) -> str:
-    if config.task.name != "causal":
+    if not task_class(config.task.name).writes_text:
         return ""
     if softmax := {*config.model.layers} & {*SOFTMAX_MIXERS}:
         kind = "Its layers" if {*config.model.layers} == softmax else "Some of its layers"

@@ -7,10 +7,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightscale.data_pipeline.chat.prepared import Chat
+from lightscale.data_pipeline.chat.recorded import kept_template
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
-from lightscale.evaluation.chosen_run import ChosenRun
+from lightscale.evaluation.chosen_run import ChosenRun, longest_context
 from lightscale.evaluation.prediction.request import class_names
+from lightscale.exchange.files.chat_template import has_markup
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, exported_tensors, run_shape, tensor_shapes
 from lightscale.exchange.plain.model import Shape
@@ -43,6 +46,14 @@ class OpenedModel(Protocol):
     def classes(self) -> Sequence[str]:
         """Names of a classifier's classes, by number, where the run has them."""
 
+    @property
+    def chat(self) -> Chat | None:
+        """The chat template of its conversations; None: it was trained on texts."""
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of a text that it can be asked about; None: any number."""
+
     def read(self, name: str) -> Tensor:
         """A weight of the plain model, by its name there (``weights.exported_tensors``)."""
 
@@ -69,6 +80,21 @@ class TrainedRun:
     def classes(self) -> list[str]:
         """Those that the run keeps."""
         return class_names(self.chosen) if self.shape.task == "classify" else []
+
+    @property
+    def chat(self) -> Chat | None:
+        """That of the run's conversations."""
+        return kept_template(self.chosen.directory.path)
+
+    @property
+    def reads_markup(self) -> bool:
+        """Whether texts of its chat template spell special tokens."""
+        return self.chat is not None and has_markup(self.tokenizer)
+
+    @property
+    def context(self) -> int | None:
+        """See ``OpenedModel``."""
+        return longest_context(self.chosen.config)
 
     def read(self, name: str) -> Tensor:
         """See ``OpenedModel``."""

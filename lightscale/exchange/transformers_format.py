@@ -7,7 +7,7 @@ import torch
 
 from lightscale.exchange.files import export_config, modelling_file
 from lightscale.exchange.files.export_config import ConfigFacts
-from lightscale.exchange.files.own_classes import whole_shapes
+from lightscale.exchange.files.own_classes import whole_parts, whole_shapes
 from lightscale.exchange.files.safetensors_files import Written
 from lightscale.exchange.files.weights import kept_dtype
 from lightscale.exchange.formats import ExportFormat
@@ -39,16 +39,18 @@ class TransformersFormat(ExportFormat):
     def tensors(self, run: TrainedRun, dtype: torch.dtype) -> list[Written]:
         """See ``ExportFormat``."""
         places = export_config.written_places(run.shape)
-        shapes = whole_shapes(places, {name: run.tensors.shape(rows) for name, rows in run.rows.items()})
-        parts = {key: [name for name in run.rows if places[name].key == key] for key in shapes}
+        sizes = {name: run.tensors.shape(rows) for name, rows in run.rows.items()}
+        shapes = whole_shapes(places, sizes)
         return [
             Written(
                 name=key,
-                dtype=kept_dtype(key, dtype),
+                dtype=kept_dtype(parts[0].name, dtype),
                 shape=shapes[key],
-                blocks=itertools.chain.from_iterable(run.tensors.blocks(run.rows[name]) for name in names),
+                blocks=itertools.chain.from_iterable(
+                    run.tensors.blocks(run.rows[part.name].part(part.first, len(part.rows))) for part in parts
+                ),
             )
-            for key, names in parts.items()
+            for key, parts in whole_parts(places, sizes).items()
         ]
 
     def code(self, shape: Shape) -> dict[str, str]:

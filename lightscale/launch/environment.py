@@ -12,8 +12,8 @@ from typing import Self
 from lightscale.config.schedulers import SCHEDULERS
 from lightscale.errors import UserError
 from lightscale.launch.scheduler import get_scheduler
+from lightscale.parallel.rendezvous.sockets import LOOPBACK
 
-_LOCALHOST = "127.0.0.1"
 # Below the ports that Linux hands out by itself (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 
@@ -50,6 +50,16 @@ class RankEnvironment:
         if not 0 < self.master_port < 1 << 16:
             raise UserError(f"{self.launcher}: MASTER_PORT = {self.master_port} is not a port number")
 
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks are on this host: they meet, and listen, on its loopback interface."""
+        return self.local_world_size == self.world_size
+
+    @property
+    def address(self) -> str:
+        """Where this rank reaches rank 0."""
+        return LOOPBACK if self.is_one_host else self.master_address
+
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self | None:
         """Read the rank from `environ`; None: no launcher started this process as a rank.
@@ -79,7 +89,7 @@ class RankEnvironment:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_address,
+            "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.master_port),
         }
 
@@ -112,7 +122,7 @@ class RankEnvironment:
         # `mpirun -n 1`, or a shell within an MPI job: the process starts ranks of its own, as if by hand.
         if world_size == 1:
             return None
-        address = environ.get("MASTER_ADDR") or (_LOCALHOST if local_world_size == world_size else None)
+        address = environ.get("MASTER_ADDR") or (LOOPBACK if local_world_size == world_size else None)
         if address is None:
             raise UserError(
                 f"{launcher}: {world_size} processes on several machines need MASTER_ADDR, rank 0's host; "

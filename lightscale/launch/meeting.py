@@ -20,6 +20,8 @@ from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.launch.meeting_place import MeetingPlace
 from lightscale.launch.rank_facts import FactReader, RankFacts, disagreement, wrong_numbers
+from lightscale.parallel.rendezvous.rank_store import private
+from lightscale.parallel.rendezvous.sockets import KEY_VARIABLE
 from lightscale.runs.run_directory import RunDirectory
 
 # Between two looks at the store: at least, at most.
@@ -100,10 +102,8 @@ class _Store:
     """The store at rank 0's address, and this rank's place in it."""
 
     def __init__(self, place: MeetingPlace) -> None:
-        self.place, self._deadline = place.place, place.deadline
-        # Each restart by torchrun has keys of its own: its agent's store keeps those of the last one.
-        prefix = f"lightscale-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self.store = dist.PrefixStore(prefix, place.open())
+        self.place, self._deadline, self._is_one_host = place.place, place.deadline, place.is_one_host
+        self.store = private(place.open(), os.environ, "meeting")
 
     def verdict(self, facts: RankFacts, timeout_s: float) -> dict[str, object]:
         """Write `facts`, and read the verdict over all facts."""
@@ -148,6 +148,8 @@ class _Store:
             f"(restart.collective_timeout_s); those on {seen} did; start the missing ranks with this address, "
             "or find the cause of their end"
         )
+        if not self._is_one_host:
+            text += f", and set the same {KEY_VARIABLE} on all hosts"
         errors = [f"rank {one.rank} on {one.host}: {one.error}" for one in ranks if one.error is not None]
         return "\n".join([text, *errors[:_MOST_RANKS]])
 

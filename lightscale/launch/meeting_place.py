@@ -4,6 +4,7 @@ torch's client waits for ever for a program that accepts connections and does no
 prints stacks for other answers, or for no program. So the address is probed first.
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -19,11 +20,11 @@ from lightscale.launch.launcher.rendezvous import (
     CannotStart,
     foreign_address,
     in_use,
-    is_free,
     unknown_address,
 )
+from lightscale.parallel.rendezvous.rank_store import join_store, serve_store, serves_store
+from lightscale.parallel.rendezvous.sockets import LOOPBACK
 
-_LOCALHOST = "127.0.0.1"
 # Of one attempt to connect, and of the answer.
 _ATTEMPT_S, _ANSWER_S = 1.0, 5.0
 _PAUSE_S = 0.2
@@ -43,42 +44,29 @@ class MeetingPlace:
     """Rank 0's address, for one rank; it waits until `deadline` of the monotonic clock."""
 
     def __init__(self, environment: RankEnvironment, deadline: float) -> None:
-        self._environment, self.deadline = environment, deadline
-        self._host, self._port = environment.master_address, environment.master_port
+        self._environment, self.deadline, self.is_one_host = environment, deadline, environment.is_one_host
+        self._host, self._port = environment.address, environment.master_port
         self.place = f"{self._host}:{self._port}"
 
     def open(self) -> dist.Store:
         """Open the store, served by rank 0 or by torchrun's agent. Raises CannotStart."""
-        serves = self._environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves = serves_store(os.environ, self._environment.rank)
         store = self._serve() if serves else None
         self._await_server(serves)
-        return store or self._client(self._host, is_master=False)
+        return store or join_store(self._host, self._port, timeout=self._timeout)
 
-    def _client(self, host: str, *, is_master: bool) -> dist.Store:
-        return dist.TCPStore(
-            host,
-            self._port,
-            is_master=is_master,
-            # Nobody waits within the constructor, which could not say who is missing.
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(_ATTEMPT_S, self._left_s())),
-            # The process group joins the same server later.
-            multi_tenant=is_master,
-        )
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=max(_ATTEMPT_S, self._left_s()))
 
     def _serve(self) -> dist.Store | None:
         """The server, by this host's loopback: its own name may lead elsewhere. None: another rank 0 on it serves."""
         last = min(self.deadline, time.monotonic() + RELEASE_S)
         while True:
-            if is_free(self._port):
-                try:
-                    return self._client(_LOCALHOST, is_master=True)
-                except dist.DistNetworkError as error:
-                    # Another process was faster.
-                    if "EADDRINUSE" not in str(error):
-                        raise
+            with contextlib.suppress(OSError):
+                return serve_store(self._port, on_one_host=self.is_one_host, timeout=self._timeout)
             try:
-                self._ask(_LOCALHOST)
+                self._ask(LOOPBACK)
                 # It will say so.
                 return None
             except (OSError, _Stranger) as error:
@@ -113,6 +101,8 @@ class MeetingPlace:
                 "start it, set MASTER_ADDR and MASTER_PORT (--master-addr, --master-port) to its address, or open the "
                 "network"
             )
+            if self.is_one_host:
+                why = f"start it on this host, where all {self._environment.world_size} ranks are by LOCAL_WORLD_SIZE"
         return f"{who} at {self.place} ({error}): {why}"
 
     def _ask(self, host: str) -> None:

@@ -8,21 +8,24 @@ import psutil
 
 from lightscale.errors import UserError
 from lightscale.launch.environment import RankEnvironment
+from lightscale.parallel.rendezvous.sockets import GLOO_VARIABLE, NCCL_VARIABLE, loopback_variables
 
-_GLOO_VARIABLE, _NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def choose_interface(environment: RankEnvironment) -> None:
-    """On several hosts, set gloo's interface to the one that reaches rank 0, unless the user has set one.
+    """Set gloo's interface to the one that reaches rank 0, and on one host NCCL's too, unless the user has set them.
 
-    By default gloo uses the address of this host's name. Often that is a loopback address, or none, and no other host
-    can reach it. (NCCL inspects the interfaces.)
+    On one host that is the loopback, where no other host reaches it. By default gloo uses the address of this host's
+    name. Often that is a loopback address, or none, and ranks of several hosts cannot connect. (NCCL inspects the
+    interfaces.)
     """
-    if environment.world_size > environment.local_world_size and not os.environ.get(_GLOO_VARIABLE):
+    if environment.is_one_host:
+        os.environ.update(loopback_variables(os.environ))
+    elif not os.environ.get(GLOO_VARIABLE):
         name = interface_to(environment.master_address, environment.master_port)
         if name is not None:
-            os.environ[_GLOO_VARIABLE] = name
+            os.environ[GLOO_VARIABLE] = name
 
 
 def interface_to(address: str, port: int) -> str | None:
@@ -47,16 +50,16 @@ def check_interfaces(environ: Mapping[str, str], *, uses_nccl: bool) -> None:
     here = sorted(
         name for name, addresses in psutil.net_if_addrs().items() if any(one.family in _FAMILIES for one in addresses)
     )
-    text = environ.get(_GLOO_VARIABLE, "")
+    text = environ.get(GLOO_VARIABLE, "")
     for name in filter(None, text.split(",")):
         if name not in here:
-            raise _no_interface(_GLOO_VARIABLE, text, name, here)
-    text = environ.get(_NCCL_VARIABLE, "")
+            raise _no_interface(GLOO_VARIABLE, text, name, here)
+    text = environ.get(NCCL_VARIABLE, "")
     # Prefixes of names; behind "=" whole names, and behind "^" those that are not used.
     if uses_nccl and text and not text.startswith("^"):
         names = text.removeprefix("=").split(",")
         if not any(_fits(name, text, one) for name in filter(None, names) for one in here):
-            raise _no_interface(_NCCL_VARIABLE, text, names[0], here)
+            raise _no_interface(NCCL_VARIABLE, text, names[0], here)
 
 
 def _fits(name: str, text: str, interface: str) -> bool:

@@ -135,7 +135,7 @@ def code_digest(package: Path) -> str:
 
 
 def contents(config: RunConfig) -> dict[str, str]:
-    """Hashes of the files named by the configuration: stores, their tokenizers, the initial weights."""
+    """Hashes of the files named by the configuration: stores, their tokenizers, the initial weights, the teacher."""
     stores = config.data.store_paths
     stores |= {f"data.validation.{name}.store": one.store for name, one in config.data.validation.items() if one.store}
     found = {}
@@ -144,13 +144,20 @@ def contents(config: RunConfig) -> dict[str, str]:
         one = store.tokenizer
         found[f"tokenizer of {key}"] = f"{one.name}, {one.vocab_size} tokens, sha256 {one.sha256[:16]}"
         found[f"content of {key}"] = f"sha256 {store.fingerprint()[:16]}"
-    if config.train.init_from is not None:
-        name, _, step = config.train.init_from.rpartition("@")
+    checkpoints = {
+        "train.init_from": config.train.init_from,
+        "train.branch_from": config.train.branch_from,
+        "task.teacher": config.teacher,
+    }
+    for key, checkpoint in checkpoints.items():
+        if checkpoint is None:
+            continue
+        name, _, step = checkpoint.rpartition("@")
         for kind in get_args(Contents):
             manifest = RunDirectory(name).checkpoints / directory_name(int(step), kind) / MANIFEST
             # One that is nowhere is an error with advice, which the restoring gives.
             digest = xxhash.xxh3_128(manifest.read_bytes()).hexdigest() if manifest.exists() else _NONE
-            found[f"{kind} checkpoint train.init_from"] = digest
+            found[f"{kind} checkpoint {key}"] = digest
     return found
 
 

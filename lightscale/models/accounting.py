@@ -8,6 +8,7 @@ from math import prod
 from lightscale.config.model import ModelConfig
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.interface import PartParameter, Shapes
+from lightscale.models.specs.options import LLaMAOptions
 from lightscale.models.stages import layer_stages
 
 EMBEDDING = "embedding"
@@ -49,7 +50,7 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Unsplit shape of every parameter by its global name, as in `parallel.initialization.named_parameters`."""
     d, g = model.hidden_size, model.intermediate_size
-    shapes: Shapes = {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
+    shapes: Shapes = {} if model.patches is not None else {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
     if model.head is not None:
         shapes[_OUTPUT_WEIGHT] = (model.head.num_labels, d)
     elif not model.tie_word_embeddings:
@@ -64,18 +65,26 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
         if g:
             shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
         if weighted_norm:
-            shapes |= {f"{block}.{norm}.weight": (d,) for norm in block_norms(model) if norm is not None}
+            shapes |= {f"{block}.{norm}.weight": (d,) for norm in block_norms(model, mixer) if norm is not None}
     if weighted_norm and model.final_norm:
         shapes["decoder.final_layernorm.weight"] = (d,)
     return shapes
 
 
-def block_norms(model: ModelConfig) -> tuple[str | None, ...]:
-    """The norms before and behind the mixer, before and behind the gated linear unit, by name; None: there is none."""
-    has_pre, has_post = model.norm_placement != "post", model.norm_placement != "pre"
+def block_norms(model: ModelConfig, mixer: str) -> tuple[str | None, ...]:
+    """The norms before and behind ``mixer``, before and behind the gated linear unit, by name; None: there is none."""
+    placement = norm_placement(model, mixer)
+    has_pre, has_post = placement != "post", placement != "pre"
     before = ("input_layernorm", "pre_mlp_layernorm") if has_pre else (None, None)
     behind = ("self_attn_bda.layernorm", "mlp_bda.layernorm") if has_post else (None, None)
     return (before[0], behind[0], before[1], behind[1])[: 4 if model.intermediate_size else 2]
+
+
+def norm_placement(model: ModelConfig, mixer: str) -> str:
+    """That of a block with ``mixer``: pre, post or both."""
+    if model.norm_placement != "by_mixer":
+        return model.norm_placement
+    return "post" if isinstance(model.layer_options(model.layers.index(mixer)), LLaMAOptions) else "pre"
 
 
 def parameter_terms(model: ModelConfig) -> dict[str, int]:
@@ -103,13 +112,19 @@ def _term(name: str) -> str:
 
 
 def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[int]:
-    """Parameters that each tensor rank holds, by its pipeline stage.
+    """Number of parameters that each tensor rank holds, by its pipeline stage."""
+    return [sum(held.values()) for held in rank_parameters_by_name(model, tensor=tensor, pipeline=pipeline)]
+
+
+def rank_parameters_by_name(model: ModelConfig, *, tensor: int, pipeline: int) -> list[dict[str, int]]:
+    """Elements of each parameter that each tensor rank holds, by its pipeline stage.
 
     Where they are tied, the last stage of several holds a second copy of the embedding, for the output layer.
     """
     stages = layer_stages(model.num_layers, pipeline)
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
-    held, whole = [0] * pipeline, _whole_on_tensor_ranks(model)
+    held: list[dict[str, int]] = [{} for _ in range(pipeline)]
+    whole = _whole_on_tensor_ranks(model)
     tied = model.tie_word_embeddings and model.head is None
     for name, shape in parameter_shapes(model).items():
         # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
@@ -117,7 +132,7 @@ def rank_parameters(model: ModelConfig, *, tensor: int, pipeline: int) -> list[i
         if ranks > 1 and name in (_EMBEDDING_WEIGHT, _OUTPUT_WEIGHT):
             shape = padded_vocab_size(shape[0], tensor), *shape[1:]
         for stage in _stages(name, stage_of, last=pipeline - 1, tied=tied):
-            held[stage] += prod(shape) // ranks
+            held[stage][name] = prod(shape) // ranks
     return held
 
 

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightscale.config.fields import toml_value
+from pydantic import BaseModel
+
+from lightscale.config.fields import shown_value
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
@@ -27,7 +29,7 @@ _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Have a row for each id."""
 _OTHERS = (
     *("num_heads", "glu_activation", "norm", "norm_placement", "zero_centered_norm", "final_norm", "norm_eps"),
-    *("embedding_multiplier", "final_logit_cap"),
+    *("embedding_multiplier", "final_logit_cap", "grid", "tpe", "patches"),
 )
 """Settings that may differ, and change the function of kept weights; with options of mixers that both have."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -131,8 +133,11 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
     layer and the vocabulary are the same.
 
     Ids that the source does not have are drawn, as a mask that is new (transformers' ``resize_token_embeddings``).
-    UserError where widths or layers differ, so that they share no shapes, and where the target has fewer ids.
+    UserError where inputs, widths or layers differ, so that they share no shapes, and where the target has fewer ids.
     """
+    before, now = ("ids" if model.patches is None else "patches of images" for model in (source, target))
+    if before != now:
+        raise UserError(f"its model reads {before} and that of this run {now} (model.patches); use a run of {now}")
     for key in _FIXED:
         there, here = getattr(source, key), getattr(target, key)
         if there != here:
@@ -180,10 +185,14 @@ def other_settings(source: ModelConfig, target: ModelConfig) -> list[str]:
         there, here = (model.layer_options(model.layers.index(name)).model_dump() for model in (source, target))
         settings += [(f"model.mixer_options.{name}.{key}", there[key], here[key]) for key in here]
     return [
-        f"{key} = {toml_value(now)} here and {toml_value(before)} there: kept weights compute something else"
+        f"{key} = {_shown(now)} here and {_shown(before)} there: kept weights compute something else"
         for key, before, now in settings
         if before != now
     ]
+
+
+def _shown(value: object) -> str:
+    return shown_value(value.model_dump() if isinstance(value, BaseModel) else value)
 
 
 def _beginning(weight: RoleWeight, source: RoleWeight | None) -> Beginning:

@@ -23,6 +23,10 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return parts + mixers + model.num_layers * glu + logits
 
 
-def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Three times the forward pass: the backward pass takes two products for each. Recomputation is not counted."""
-    return 3 * forward_flops_per_token(model, sequence_length)
+def training_flops_per_token(model: ModelConfig, sequence_length: int, *, teacher: ModelConfig | None = None) -> float:
+    """Three times the forward pass: the backward pass takes two products for each. Recomputation is not counted.
+
+    ``teacher``: a frozen model that the run learns from; its forward pass is added.
+    """
+    taught = 0.0 if teacher is None else forward_flops_per_token(teacher, sequence_length)
+    return 3 * forward_flops_per_token(model, sequence_length) + taught

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
+from lightscale.errors import UserError
 from lightscale.kernels.common.angles import Angles
 from lightscale.kernels.common.backends import choose_backend
 from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.delta_rule import delta_rule
+from lightscale.kernels.forget_gate import forget_gate
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_noncausal
@@ -85,21 +87,39 @@ def check_kernels(
         tensor: the tensor ranks that share out heads and widths.
         backend: as ``train.kernels``.
     """
-    like = torch.empty(0, dtype=dtype, device=device)
-    for operator in operators_of(model):
+    draw = _Draw(model, dtype, device, max(2, min(tokens, MOST_TOKENS)), tensor)
+    for operator, case in _cases(draw, backend):
+        yield from _compared(operator, case)
+
+
+def launch_checked(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, *, tokens: int, tensor: int = 1, backend: str = "auto"
+) -> None:
+    """Launch what ``check_kernels`` compares, and compare nothing: on the device "meta" launches alone are of use."""
+    for _, case in _cases(_Draw(model, dtype, device, max(2, min(tokens, MOST_TOKENS)), tensor), backend):
+        _results(case, "triton", case.inputs)
+
+
+def _cases(draw: "_Draw", backend: str) -> Iterator[tuple[str, _Case]]:
+    """Of the model's operators that Triton computes; each draws from the start."""
+    like = torch.empty(0, dtype=draw.dtype, device=draw.device)
+    for operator in operators_of(draw.model):
         if operator in _CASES and choose_backend(operator, like, backend) == "triton":
-            case = _CASES[operator](_Draw(model, dtype, device, max(2, min(tokens, MOST_TOKENS)), tensor))
-            yield from _compared(operator, case)
+            yield operator, _CASES[operator](draw.again())
 
 
 class _Draw:
-    """Random inputs in the shapes of a model."""
+    """Random inputs in the shapes of a model; on the device "meta" without numbers."""
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device, tokens: int, tensor: int) -> None:
         self.model, self.tokens, self.tensor = model, tokens, tensor
         self.heads = model.num_heads // tensor
         self.dtype, self.device = dtype, device
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = _generator(device, 0)
+
+    def again(self) -> "_Draw":
+        """The same numbers."""
+        return _Draw(self.model, self.dtype, self.device, self.tokens, self.tensor)
 
     def __call__(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, generator=self._generator, dtype=self.dtype, device=self.device)
@@ -281,6 +301,18 @@ def _glu(draw: _Draw) -> _Case:
     )
 
 
+def _forget_gate(draw: _Draw) -> _Case:
+    """With the bounds of a first layer, 0, in the first half of the channels."""
+    width = draw.model.head_dim
+    bound = torch.sigmoid(draw.wide(draw.heads, width)) * (torch.arange(width, device=draw.device) >= width // 2)
+    inputs = {"logits": 3 * draw(1, draw.tokens, draw.heads, width), "bound": bound}
+
+    def compute(backend: str, logits: Tensor, bound: Tensor) -> Tensor:
+        return torch.cat(forget_gate(logits, bound, logits.dtype, backend=backend))
+
+    return _Case(inputs=inputs, compute=compute)
+
+
 def _cross_entropy(draw: _Draw) -> _Case:
     rows, width = padded_vocab_size(draw.model.vocab_size, draw.tensor) // draw.tensor, draw.model.hidden_size
     labels = torch.arange(_LOSS_TOKENS, device=draw.device) * 7919 % rows
@@ -304,6 +336,7 @@ _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "relation": _relation,
     "norm": _norm,
     "glu": _glu,
+    "forget_gate": _forget_gate,
     "cross_entropy": _cross_entropy,
 }
 
@@ -312,6 +345,9 @@ def _compared(operator: str, case: _Case) -> Iterator[Mismatch]:
     dtype = next(iter(case.inputs.values())).dtype
     try:
         found = _results(case, "triton", case.inputs)
+    except UserError:
+        # A cache that cannot be written, for one: PyTorch's operators are no remedy.
+        raise
     except Exception as error:  # noqa: BLE001 - a kernel that a compiler or driver refuses is a wrong one too
         reason = str(error).strip().splitlines() or [""]
         yield Mismatch(operator=operator, result="-", found=f"does not run: {type(error).__name__}: {reason[0]}")
@@ -326,6 +362,11 @@ def _compared(operator: str, case: _Case) -> Iterator[Mismatch]:
             yield Mismatch(operator=operator, result=name, found=f"is off by {off:.2g}, limit {limit:.2g}")
 
 
+def _generator(device: torch.device, seed: int) -> torch.Generator | None:
+    """None on the device "meta", which has no numbers."""
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+
+
 def _norm_of(x: Tensor) -> float:
     # Summed in fp64 and not copied to it: of a vocabulary's gradient the copy would be gigabytes.
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
@@ -336,7 +377,7 @@ def _results(case: _Case, backend: str, inputs: _Tensors) -> _Tensors:
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
     output = case.compute(backend, **leaves)
     # The same in every dtype, and no two elements alike.
-    generator = torch.Generator(output.device).manual_seed(1)
+    generator = _generator(output.device, 1)
     cotangent: Any = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
     gradients = torch.autograd.grad(output, list(leaves.values()), cotangent)
     named = {f"gradient of {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}

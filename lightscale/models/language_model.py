@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightscale.config.model import ModelConfig, Pooling
 from lightscale.config.schema import Recompute
 from lightscale.kernels.attention import DocumentStarts
-from lightscale.models.accounting import padded_vocab_size
+from lightscale.kernels.cross_entropy.divergence import SoftTargets
+from lightscale.models.accounting import norm_placement, padded_vocab_size
 from lightscale.models.classes import mixer_class, shared_parts
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
@@ -37,7 +38,9 @@ from lightscale.models.layers.norms import (
     SRMSNorm,
     SRMSNormAndInput,
 )
+from lightscale.models.layers.patches import PatchEmbedding
 from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
+from lightscale.models.layers.transfer import LayerTarget, transfer_losses
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.cross_entropy import vocab_parallel_log_probability
 from lightscale.parallel.initialization import normal, set_initializer
@@ -142,7 +145,8 @@ def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 
 def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> ModuleSpec:
     norm, options = _NORMS[model.norm], model.mixer_options.get(mixer)
-    has_pre, has_post = model.norm_placement != "post", model.norm_placement != "pre"
+    placement = norm_placement(model, mixer)
+    has_pre, has_post = placement != "post", placement != "pre"
     wants_raw = getattr(options, "gate_input", "normalised") == "raw"
     of_sum = {"norm": norm, "config": config, "hidden_size": model.hidden_size, "eps": model.norm_eps}
     add = ModuleSpec(module=NormedSum, params=of_sum) if has_post else _residual_sum
@@ -162,7 +166,10 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> Mo
 
 
 class Embedding(MegatronModule):
-    """Token ids (b, n) to activations (n / tensor, b, d): word embeddings, then the parts in the order given."""
+    """Token ids (b, n), or patches of images (b, n, p), to activations (n / tensor, b, d).
+
+    Word embeddings or the linear map of patches, then the parts in the order given.
+    """
 
     def __init__(
         self,
@@ -175,6 +182,10 @@ class Embedding(MegatronModule):
         self.group: dist.ProcessGroup = groups.tp
         self.multiplier = model.embedding_multiplier
         self.parts = _added(self, parts, config, model, groups, stage=0)
+        # None: images have no ids.
+        self.word_embeddings: Any = None
+        if model.patches is not None:
+            return
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size(model.vocab_size, groups.tp.size()),
             model.hidden_size,
@@ -186,7 +197,10 @@ class Embedding(MegatronModule):
         )
 
     def forward(self, tokens: Tensor, context: SequenceContext) -> Tensor:
-        """tokens: (b, n) int64."""
+        """tokens: (b, n) int64, or (b, n, p) uint8."""
+        if self.word_embeddings is None:
+            # Their map comes first of the parts: it gives all tokens of some channels.
+            return self._encoded(tokens, context, split=self.group.size() > 1)
         embedded: Tensor = self.word_embeddings(tokens)
         if self.multiplier != 1:
             # In the activations' dtype, as transformers has it: Gemma was trained with the rounded factor.
@@ -197,6 +211,9 @@ class Embedding(MegatronModule):
         split = bool(self.parts) and self.group.size() > 1
         # All tokens of some channels, then some tokens of all channels.
         channels = scatter_to_tensor_model_parallel_region(hidden, group=self.group) if split else hidden
+        return self._encoded(channels, context, split=split)
+
+    def _encoded(self, channels: Tensor, context: SequenceContext, *, split: bool) -> Tensor:
         for name in self.parts:
             channels = self.get_submodule(name)(channels, context)
         if not split:
@@ -248,13 +265,15 @@ class LanguageModel(LanguageModule):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = model.tie_word_embeddings and model.head is None
         self.model_type = ModelType.encoder_or_decoder
-        self.exchange = mesh.exchange
+        self.exchange, self.attention = mesh.exchange, mesh.attention
         # Stages are counted as they follow in the model: virtual stages go round the pipeline ranks.
         parts, stage = shared_parts(model), (vp_stage or 0) * mesh.pipeline + groups.pp.rank()
         of_stages = [part for part in parts if issubclass(part, StagePart)]
         self.stage_parts = _added(self, of_stages, config, model, groups, stage=stage)
         if pre_process:
             of_embedding = [part for part in parts if issubclass(part, EmbeddingPart)]
+            # What makes activations of the inputs comes before what changes them.
+            of_embedding.sort(key=lambda part: part is not PatchEmbedding)
             self.embedding = Embedding(config, model, groups, of_embedding)
         own = layer_stages(model.num_layers, mesh.pipeline * mesh.virtual_stages)[stage]
         mixers = model.layers[own.start : own.stop]
@@ -274,7 +293,8 @@ class LanguageModel(LanguageModule):
         if post_process:
             self.output_layer = self._output_layer(config)
         self._name_initializers()
-        if pre_process or post_process:
+        # Megatron marks and ties the weights of ids, which images have none of.
+        if (pre_process or post_process) and model.patches is None:
             self.setup_embeddings_and_output_layer()
 
     def _output_layer(self, config: TransformerConfig) -> OutputLayer | LabelHead:
@@ -305,7 +325,7 @@ class LanguageModel(LanguageModule):
         std = self.model.init_std
         embedding_std = self.model.embedding_std or std
         rows = self.model.vocab_size
-        if self.pre_process:
+        if self.pre_process and self.embedding.word_embeddings is not None:
             set_initializer(self.embedding.word_embeddings.weight, normal(embedding_std), rows=rows)
         if self.post_process and self.output_layer.weight is not None:
             # A tied one that is here, on the last of several stages, is a copy of the embedding.
@@ -330,27 +350,39 @@ class LanguageModel(LanguageModule):
         *,
         loss_mask: Tensor | None = None,
         document_starts: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None] | None = None,
+        cu_seqlens: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         last_only: bool = False,
         hidden_only: bool = False,
-        with_correct: bool = False,
+        top: Sequence[int] = (),
+        targets: SoftTargets | None = None,
+        transfer: Sequence[LayerTarget] | None = None,
     ) -> Tensor:
         """One pass over this rank's segment of the rows.
 
         Args:
-            tokens, positions: (b, n) int64; see ``SequenceContext``.
+            tokens, positions: (b, n) int64; see ``SequenceContext``. With ``model.patches`` tokens are
+                (b, n, p) uint8.
             labels: (b, n) int64, the next token of each, or another label.
             loss_mask: (b, n), factor of each loss; None for 1. It is an argument, because the gradients are computed
                 together with the losses.
             document_starts: where documents start in the rows (``DocumentStarts``); None: read from ``positions``, for
                 which the host waits on a GPU.
+            cu_seqlens: instead of them, boundaries of documents on the device, which the host does not read; see
+                ``boundaries_of_tokens``.
             lengths: n of every sequence rank where they differ, which needs tensor = pipeline = 1.
             states: in generation, the states of all layers, read and replaced.
             last_only: without labels, and with every token on this rank (``whole_tokens``), give the logits of the last
                 token only: (b, 1, V / tensor).
+            top: with labels and a mask, (1 + k, b, n): the losses, and for each of these k numbers 1 where the label is
+                among the so many most probable ones.
             hidden_only: return the input of the output layer on the last stage too; ``log_probability`` continues
                 from it with the requested tokens.
+            targets: with labels, another model's distributions, (n / tensor, b, d') and (V / tensor, d'): the losses
+                are the divergence from them.
+            transfer: what mixers of this model, which must all be on this stage, are to give; the losses are their
+                errors (``transfer_losses``), and no other part of the model is computed.
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -360,12 +392,21 @@ class LanguageModel(LanguageModule):
         context = SequenceContext.of(
             positions,
             starts=None if document_starts is None else DocumentStarts(*document_starts),
+            cu_seqlens=cu_seqlens,
             exchange=self.exchange,
+            across=self.attention,
             # Nothing is recomputed in evaluation: states that it left there would be taken by the next training step.
             replay=self.replay if self.training else None,
             lengths=lengths,
             states=states,
+            grid=self.model.grid,
         )
+        if transfer is not None:
+            # Nothing is recomputed here: states that were kept for it would be taken by the next pass.
+            parts = {name: self.get_submodule(name)(context) for name in self.stage_parts}
+            of_mixers = replace(context, shared=parts, replay=None)
+            losses = transfer_losses(self.decoder.layers, transfer, of_mixers, self.pg_collection.tp).transpose(0, 1)
+            return losses if loss_mask is None else losses * loss_mask
         hidden = self.embedding(tokens, context) if self.pre_process else self.decoder.input_tensor
         shared: dict[str, Tensor] = {}
         for name in self.stage_parts:
@@ -380,8 +421,9 @@ class LanguageModel(LanguageModule):
         if isinstance(self.output_layer, LabelHead):
             assert labels is not None, "labels of documents stand at their last tokens"
             logits, last = self.output_layer(hidden, context)
-            return label_losses(logits, last, labels, loss_mask, with_correct=with_correct)
-        if with_correct:
+            return label_losses(logits, last, labels, loss_mask, top=top)
+        if top:
+            assert tuple(top) == (1,), "of ids only the most probable one is compared"
             assert labels is not None
             assert loss_mask is not None
             return self._scores(hidden, labels, loss_mask)
@@ -392,11 +434,13 @@ class LanguageModel(LanguageModule):
         # output layer.
         weight = None if self.output_layer.weight is not None else self.embedding.word_embeddings.weight
         labels, loss_mask = (None if x is None else x.transpose(0, 1) for x in (labels, loss_mask))
-        output, _ = self.output_layer(hidden, weight, labels=labels, loss_mask=loss_mask, vocab_size=self.vocab_size)
+        output, _ = self.output_layer(
+            hidden, weight, labels=labels, loss_mask=loss_mask, targets=targets, vocab_size=self.vocab_size
+        )
         return output.transpose(0, 1)
 
     def _scores(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """See ``with_correct``; no logits but those of masked tokens are computed. fp64."""
+        """See ``top``; no logits but those of masked tokens are computed. fp64."""
         chosen = loss_mask.flatten().nonzero().squeeze(1)
         scores = torch.zeros(2, labels.numel(), dtype=torch.float64, device=hidden.device)
         # Tensor ranks have the same tokens: they go without together.
@@ -418,12 +462,22 @@ class LanguageModel(LanguageModule):
         Returns:
             (m,) fp32 (fp64 of fp64 models), and (m,) bool.
         """
-        own: Tensor | None = self.output_layer.weight
-        rows = self.embedding.word_embeddings.weight if own is None else own
         group = self.pg_collection.tp
         return vocab_parallel_log_probability(
-            hidden, rows, chosen, labels, vocab_size=self.vocab_size, group=group, cap=self.model.final_logit_cap
+            hidden,
+            self.output_rows,
+            chosen,
+            labels,
+            vocab_size=self.vocab_size,
+            group=group,
+            cap=self.model.final_logit_cap,
         )
+
+    @property
+    def output_rows(self) -> Tensor:
+        """(V / tensor, d), this rank's rows of the output layer on the last stage; the embedding's if tied."""
+        own: Tensor | None = self.output_layer.weight
+        return self.embedding.word_embeddings.weight if own is None else own
 
     def most_probable(self, hidden: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The ``count`` most probable ids of ``chosen`` tokens, most probable first, equal on all tensor ranks.
@@ -433,15 +487,13 @@ class LanguageModel(LanguageModule):
         Returns:
             (m, count) log-probabilities, fp32 (fp64 of fp64 models), and (m, count) ids.
         """
-        own: Tensor | None = self.output_layer.weight
-        weight = self.embedding.word_embeddings.weight if own is None else own
         group = self.pg_collection.tp
         if group.size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden, group=group)
         n, b = hidden.shape[:2]
         # Tokens come first in activations, rows in indices.
         rows = hidden.reshape(n * b, -1)[chosen % n * b + chosen // n]
-        parts = [self._best(some, weight, count) for some in rows.split(_ROWS_AT_ONCE)]
+        parts = [self._best(some, self.output_rows, count) for some in rows.split(_ROWS_AT_ONCE)]
         values, ids = (torch.cat(one) for one in zip(*parts, strict=True))
         return values, ids
 

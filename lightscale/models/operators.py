@@ -4,16 +4,19 @@ import torch
 
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.common.backends import choose_backend
-from lightscale.models.registry import layer_operators, shared_specs
+from lightscale.models.registry import layer_operators, mixer_spec, shared_specs
 
+# But for the last one, which models of images have no vocabulary for.
 _IN_EVERY_MODEL = ("norm", "glu", "cross_entropy")
 
 
 def operators_of(model: ModelConfig) -> tuple[str, ...]:
     """The names of the operators that ``model`` is made of, each once."""
     names = list(layer_operators(model))
+    names += [name for mixer in model.layers for name in mixer_spec(mixer).other_operators]
     names += [part.operator for part in shared_specs(model) if part.operator is not None]
-    return tuple(dict.fromkeys((*names, *_IN_EVERY_MODEL)))
+    of_all = [name for name in _IN_EVERY_MODEL if name != "cross_entropy" or model.vocab_size]
+    return tuple(dict.fromkeys((*names, *of_all)))
 
 
 def describe_operators(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:

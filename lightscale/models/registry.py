@@ -9,6 +9,8 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
 from lightscale.models.specs.interface import EmbeddingPartSpec, MixerSpec, PartSpec, StagePartSpec
+from lightscale.models.specs.patches import PatchesSpec
+from lightscale.models.specs.positions import LearnedPositionsSpec
 from lightscale.models.specs.tpe import TPESpec
 
 
@@ -25,7 +27,7 @@ def layer_operators(model: ModelConfig) -> tuple[str, ...]:
 
 
 def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
-    """Parts that the model holds once because one of its mixers needs them, by name: see ``MixerSpec.shared``.
+    """Parts that the model holds once because a mixer or its inputs need them, by name: see ``MixerSpec.shared``.
 
     UserError where mixers of several packages have different parts of one name.
     """
@@ -40,6 +42,10 @@ def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
                     f"model.mixer: {name} and another mixer of the model have different shared parts named "
                     f"{part.name!r}; use mixers that share one class"
                 )
+    if model.patches is not None:
+        parts[PatchesSpec.name] = PatchesSpec
+        if model.patches.learned_positions:
+            parts.setdefault(LearnedPositionsSpec.name, LearnedPositionsSpec)
     # In one order for every stack: the order of parameters decides how the distributed optimizer cuts them up.
     return tuple(parts[name] for name in sorted(parts))
 

@@ -1,8 +1,13 @@
-"""HTML pages of one file, without scripts, which load nothing from elsewhere. Every text is escaped."""
+"""HTML pages of one file, without scripts, which load nothing from elsewhere.
+
+Every text is escaped: markup, control characters and changes of the direction of writing.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import escape as escape_markup
+
+from lightscale.errors import printable
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #888; --bar: #4a7fb5; --lost: #c4703a; }
@@ -109,3 +114,8 @@ def _cell(cell: Cell) -> str:
         kind, width_px = "bar lost" if cell.lost else "bar", _BAR_WIDTH_PX * cell.share
         return f'<td class="{kind}"><span style="width: {width_px:.1f}px"></span> {cell.share:.2%}</td>'
     return f"<td>{'<br>'.join(map(escape, cell.split(chr(10))))}</td>"
+
+
+def escape(text: str) -> str:
+    """``text`` as HTML shows it, character by character."""
+    return escape_markup(printable(text))

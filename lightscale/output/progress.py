@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TextIO
 
 import rich.progress
-from rich.console import Console
+
+from lightscale.output.terminal import PlainConsole
 
 # The launcher's terminal, for the progress line: the ranks' own stderr is a log file.
 TERMINAL_VARIABLE = "LIGHTSCALE_TERMINAL"
@@ -58,10 +59,10 @@ class LiveProgress:
         self._terminal = terminal
         own = terminal is sys.stderr
         self._progress = rich.progress.Progress(
-            rich.progress.TextColumn(what + " {task.completed:.0f}/{task.total:.0f}"),
+            rich.progress.TextColumn(what + " {task.completed:.0f}/{task.total:.0f}", markup=False),
             rich.progress.BarColumn(bar_width=20),
-            rich.progress.TextColumn("{task.description}"),
-            console=Console(file=terminal, force_terminal=True, highlight=False, markup=False),
+            rich.progress.TextColumn("{task.description}", markup=False),
+            console=PlainConsole(file=terminal, force_terminal=True, highlight=False, markup=False),
             # Drawn once a report: a refreshing thread would compete with training for the interpreter.
             auto_refresh=False,
             transient=not is_kept,
@@ -117,9 +118,9 @@ def progress_bars(*, counts: str = "bytes", is_kept: bool = True) -> Iterator[Ca
         if counts == "bytes"
         else (columns.MofNCompleteColumn(),)
     )
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     bars = columns.Progress(
-        columns.TextColumn("{task.description:>24}"),
+        columns.TextColumn("{task.description:>24}", markup=False),
         columns.BarColumn(),
         *amounts,
         columns.TimeRemainingColumn(),

@@ -11,8 +11,10 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO, cast
+
+from lightscale.errors import printable
 
 # How long a reader that has stopped is waited for, once: it may only be slow.
 _PATIENCE_S = 5.0
@@ -67,7 +69,7 @@ class LogStream:
     def _offer(self, descriptor: int, data: bytes) -> None:
         # Once: whoever does not read does not delay the next lines too.
         patience_s = 0.0 if self._is_stuck else _PATIENCE_S
-        gap = f"\n[{self._lines_dropped} lines dropped here: nothing read this output]\n" if self._is_stuck else ""
+        gap = f"\n[{self._lines_dropped} lines dropped here: the output accepted no more]\n" if self._is_stuck else ""
         self._is_stuck = not offer(descriptor, gap.encode() + data, patience_s)
         self._lines_dropped = self._lines_dropped + data.count(b"\n") if self._is_stuck else 0
 
@@ -81,9 +83,51 @@ class LogStream:
         return getattr(self._stream, name)
 
 
+class TerminalStream:
+    """A text stream to a terminal that obeys nothing in a text: control characters are spelled out (`printable`).
+
+    Names and contents of data may be anybody's. rich writes past it; its consoles spell out themselves (`terminal.py`).
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        # rich's name for the stream behind one that it did not make.
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        self.rich_proxied_file.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write `lines`."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+def spell_out_on_terminals() -> None:
+    """Replace stdout and stderr with `TerminalStream`s where they are terminals, until this process ends."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream.isatty() and not hasattr(stream, "rich_proxied_file"):
+            setattr(sys, name, TerminalStream(stream))
+
+
+def obeyed(stream: TextIO) -> TextIO:
+    """The stream for control sequences of our own."""
+    return cast(TextIO, getattr(stream, "rich_proxied_file", stream))
+
+
 def take_over_output() -> None:
     """Replace stdout and stderr with `LogStream`s until this process ends."""
-    sys.stdout, sys.stderr = (cast(TextIO, LogStream(stream)) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = map(_lasting, (sys.stdout, sys.stderr))
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    lasting = cast(TextIO, LogStream(obeyed(stream)))
+    return cast(TextIO, TerminalStream(lasting)) if isinstance(stream, TerminalStream) else lasting
 
 
 @contextlib.contextmanager

@@ -1,18 +1,31 @@
 """Plain text on terminals: consoles, tables, and views that are drawn again and again."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
+
+from lightscale.errors import printable
+
+
+class PlainConsole(Console):
+    """A console that spells out control characters of texts on terminals (`printable`), and writes its own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See rich."""
+        for segment in super().render(renderable, options):
+            is_text = self.is_terminal and segment.control is None
+            yield Segment(printable(segment.text), segment.style) if is_text else segment
 
 
 def plain_console(*, least_width: int | None = None, soft_wrap: bool = False) -> Console:
     """Standard output without markup; `least_width`: also in a narrower terminal; `soft_wrap`: lines are not broken."""
     width = None if least_width is None else max(Console().width, least_width)
-    return Console(highlight=False, markup=False, soft_wrap=soft_wrap, width=width)
+    return PlainConsole(highlight=False, markup=False, soft_wrap=soft_wrap, width=width)
 
 
 def plain_table(

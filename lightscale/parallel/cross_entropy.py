@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.kernels.cross_entropy import Reduce, linear_cross_entropy, linear_log_probability
+from lightscale.kernels.cross_entropy.divergence import SoftTargets, linear_divergence
 from lightscale.parallel.megatron import gather_from_sequence_parallel_region
 
 
@@ -53,6 +54,39 @@ def vocab_parallel_linear_cross_entropy(
         num_ids=vocab_size,
         first_id=first_id,
         reduce=_over(group),
+        loss_mask=loss_mask,
+        cap=cap,
+    )
+
+
+def vocab_parallel_linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    targets: SoftTargets,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    loss_mask: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """The divergence of each token's distribution from ``targets``, (n, b); see ``kernels.cross_entropy.divergence``.
+
+    Arguments as of ``vocab_parallel_linear_cross_entropy``; the tokens and rows of ``targets`` are split as those of
+    hidden and weight.
+    """
+    several = group.size() > 1
+    if several:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        targets = targets._replace(hidden=gather_from_sequence_parallel_region(targets.hidden, group=group))
+    return linear_divergence(
+        hidden,
+        weight,
+        labels,
+        targets,
+        num_ids=vocab_size,
+        first_id=group.rank() * weight.size(0),
+        reduce=_over(group) if several else None,
         loss_mask=loss_mask,
         cap=cap,
     )

@@ -9,12 +9,13 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightscale.parallel.graphs import CapturedPass, GraphInputs, MicroBatchGraphs, why_not
 from lightscale.parallel.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,49 +24,12 @@ from lightscale.parallel.megatron import (
     get_forward_backward_func,
 )
 from lightscale.parallel.mesh import Mesh
+from lightscale.parallel.micro_batch import MicroBatch
 from lightscale.parallel.model_shards import ParameterPart, optimizer_shards, parameter_parts, weight_shards
 from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer
 from lightscale.parallel.optimizer_spec import OptimizerSpec
 from lightscale.parallel.shards import TensorShard
 from lightscale.parallel.weight_gradients import accumulate_in_products
-
-
-class MicroBatch(Protocol):
-    """One rank's part of a micro-batch; every tensor (b, n), n the tokens of this rank's segment.
-
-    Every pipeline and tensor rank of a segment gets the same one: the first stage reads the tokens, the last one the
-    labels, and layers between them the documents from ``positions``.
-    """
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64 inputs."""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64: label of each input, such as the next token."""
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """fp32: 1 where the label counts."""
-
-    @property
-    def positions(self) -> Tensor:
-        """int64: tokens since the document's start."""
-
-    @property
-    def document_starts(self) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None] | None:
-        """(m,) int64 each, on the host: the slots where documents start, over the rows laid one after another and every
-        row's first slot included, and the positions there; with the tokens behind the rows, where those are read (see
-        ``DocumentStarts``). None: they are read from ``positions``, for which the host waits on a GPU."""
-
-    @property
-    def sources(self) -> Tensor | None:
-        """(b,) int64: the number of the source that each row is from; None where the engine has no ``num_sources``."""
-
-    @property
-    def lengths(self) -> Sequence[int] | None:
-        """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +42,8 @@ class LossSums:
     """(loss, tokens) of each equal part of the rows."""
     by_source: tuple[tuple[float, int], ...] = ()
     """(loss, tokens) of each source."""
-    correct: int | None = None
-    """Tokens whose label is the most probable id; None where that was not asked for."""
+    correct: tuple[int, ...] = ()
+    """Tokens whose label is among the k most probable ids, for each k that was asked for."""
 
     @property
     def mean(self) -> float:
@@ -87,9 +51,15 @@ class LossSums:
         return self.loss / max(self.tokens, 1)
 
     @property
-    def accuracy(self) -> float | None:
-        """Share of the tokens whose label is the most probable id."""
-        return None if self.correct is None else self.correct / max(self.tokens, 1)
+    def accuracies(self) -> tuple[float, ...]:
+        """Share of the tokens whose label is among the k most probable ids, for each k."""
+        return tuple(count / max(self.tokens, 1) for count in self.correct)
+
+
+Step = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]
+"""What Megatron's schedules ask of a micro-batch: the model's output, and what makes ``Engine._sum_losses`` of it."""
+Teaching = Callable[[MicroBatch], Mapping[str, Any]]
+"""Further arguments of the model's forward pass in training, made from a micro-batch: the answers of a teacher."""
 
 
 def share_over_stages(parameter: nn.Parameter, *, stage: int) -> None:
@@ -146,6 +116,7 @@ class Engine:
         num_sources: sources whose losses are summed apart; 0: losses are not summed by source.
         overlap: reduce gradients and gather weights beside the computation; None: on GPUs, which alone gain by it.
         bucket_size: parameters that are reduced and gathered together, with ``overlap``; None: Megatron's choice.
+        teach: of every micro-batch that is trained on, never in ``forward_only``; None: labels are all that is learned.
     """
 
     def __init__(
@@ -159,12 +130,14 @@ class Engine:
         num_sources: int = 0,
         overlap: bool | None = None,
         bucket_size: int | None = None,
+        teach: Teaching | None = None,
     ) -> None:
-        self.mesh, self.config = mesh, config
+        self.mesh, self.config, self.teach = mesh, config, teach
         self.position_buckets, self.num_sources = position_buckets, num_sources
         self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
         self.models: list[DistributedDataParallel] = []
         self.optimizer: Optimizer | None = None
+        self.graphs: MicroBatchGraphs | None = None
         if optimizer is not None:
             # gloo's collectives run on the cores that compute: beside the computation they gain nothing.
             self._wrap(optimizer, mesh.device.type == "cuda" if overlap is None else overlap, bucket_size)
@@ -214,13 +187,26 @@ class Engine:
             self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=self.mesh.device.type == "cuda")
         self.mesh.ends.callback(self._release)
 
+    def capture_graphs(self, report: Callable[[str], None]) -> None:
+        """From here on, compute the micro-batches of steps as CUDA graphs where their shapes repeat.
+
+        ``report`` takes the reason, once, where they are not: now, or when the first capture fails.
+        """
+        assert self.models, "this engine is not trained"
+        taught = None if self.teach is None else "a teacher answers every micro-batch (task.teacher)"
+        if (reason := taught or why_not(self.mesh, self.config)) is not None:
+            report(reason)
+            return
+        (model,) = self.models
+        self.graphs = MicroBatchGraphs(partial(self._pass, model), model, self.mesh, report=report)
+
     def _release(self) -> None:
         """Drop what holds parameters from C++, where the garbage collector does not look.
 
         Parameters refer to modules (their initializers) and to the optimizer's tensors. With an owner in C++ such a
         cycle is never freed, and the engine and the mesh's groups would stay for as long as the process.
         """
-        self.optimizer = None
+        self.optimizer = self.graphs = None
         for model in self.models:
             model.grad_accs.clear()
 
@@ -252,26 +238,30 @@ class Engine:
         return self._run(batches, forward_only=False)
 
     @torch.no_grad()
-    def forward_only(self, batches: Sequence[MicroBatch], *, accuracy: bool = False) -> LossSums:
+    def forward_only(self, batches: Sequence[MicroBatch], *, top: Sequence[int] = ()) -> LossSums:
         """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches.
 
-        ``accuracy``: count the labels that are the most probable ones too.
+        ``top``: numbers k; count the labels that are among the k most probable ones too.
         """
         for chunk in self.chunks:
             chunk.eval()
-        if accuracy and any(model.ddp_config.overlap_param_gather for model in self.models):
+        if top and any(model.ddp_config.overlap_param_gather for model in self.models):
             # Then the output layer is read without a call of its own, which would wait for its weights.
             self.gather_weights()
-        return self._run(batches, forward_only=True, accuracy=accuracy)
+        return self._run(batches, forward_only=True, top=top)
 
-    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool, accuracy: bool = False) -> LossSums:
+    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool, top: Sequence[int] = ()) -> LossSums:
         run = get_forward_backward_func()
+        scoring = partial(self._forward_step, top=tuple(top)) if top else self._forward_step
+        step = scoring if forward_only else self._training_step
         # Taken from the batch: a curriculum's stages differ in both.
-        micro_batch_size, rank_tokens = batches[0].tokens.shape
+        micro_batch_size, rank_tokens = batches[0].labels.shape
+        graphs = None if forward_only else self.graphs
+        passes = batches if graphs is None else graphs.of_step(batches)
         outputs: list[Tensor] = run(
-            forward_step_func=self._scoring_step if accuracy else self._forward_step,
+            forward_step_func=step,
             # Every virtual stage goes through all micro-batches by itself.
-            data_iterator=[iter(batches) for _ in self.chunks] if len(self.chunks) > 1 else iter(batches),
+            data_iterator=[iter(passes) for _ in self.chunks] if len(self.chunks) > 1 else iter(passes),
             model=self.models or self.chunks,
             num_microbatches=len(batches),
             # Of the whole row: for the shapes that stages send, Megatron divides by tensor and sequence ranks itself.
@@ -279,13 +269,14 @@ class Engine:
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
-        return self._reduce(outputs, accuracy=accuracy)
+        return self._reduce(outputs, num_top=len(top))
 
-    def _forward_step(
-        self, batches: Iterator[MicroBatch], model: nn.Module, **how: bool
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    def _forward_step(self, batches: Iterator[MicroBatch], model: nn.Module, **how: Any) -> Step:
         batch = next(batches)
-        output = model(
+        return self._forward(model, batch, **how), partial(self._sum_losses, batch)
+
+    def _forward(self, model: nn.Module, batch: MicroBatch, **how: Any) -> Tensor:
+        output: Tensor = model(
             batch.tokens,
             batch.positions,
             batch.labels,
@@ -294,18 +285,24 @@ class Engine:
             lengths=batch.lengths,
             **how,
         )
-        return output, partial(self._sum_losses, batch)
+        return output
 
-    def _scoring_step(
-        self, batches: Iterator[MicroBatch], model: nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-        return self._forward_step(batches, model, with_correct=True)
+    def _pass(self, model: nn.Module, inputs: GraphInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """The forward pass of what a graph reads, and its sums."""
+        return self._sum_losses(inputs, self._forward(model, inputs, cu_seqlens=inputs.cu_seqlens))
+
+    def _training_step(self, passes: Iterator[MicroBatch | CapturedPass], model: nn.Module) -> Step:
+        batch = next(passes)
+        if isinstance(batch, CapturedPass):
+            return batch.run()
+        taught = {} if self.teach is None else self.teach(batch)
+        return self._forward(model, batch, **taught), partial(self._sum_losses, batch)
 
     def _sum_losses(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sum of the losses, which are masked, number of valid tokens, sums to report) of one micro-batch.
 
         Those to report are losses and tokens of each bucket, then of each source: (2, buckets + sources) fp64. Where
-        ``output`` is not the losses (b, n) but they and what is correct, (2, b, n), its sums are a third row.
+        ``output`` is not the losses (b, n) but they and what is correct, (1 + k, b, n), its sums are further rows.
         """
         losses, *correct = output if output.dim() == 3 else [output]
         # A sum and a count, not a mean: ranks and micro-batches have different numbers of valid tokens, and a mean of
@@ -327,9 +324,9 @@ class Engine:
                 total_of.index_add_(0, self.position_buckets + batch.sources, values.sum(dim=1))
         return total, batch.loss_mask.sum().int(), sums
 
-    def _reduce(self, outputs: Sequence[Tensor], *, accuracy: bool) -> LossSums:
+    def _reduce(self, outputs: Sequence[Tensor], *, num_top: int) -> LossSums:
         # Only the last stage has outputs; the others take part with zeros, so that all groups make the same calls.
-        sums = self._zero_sums(3 if accuracy else 2)
+        sums = self._zero_sums(2 + num_top)
         for output in outputs:
             sums += output
         dist.all_reduce(sums, group=self.mesh.groups.dp_cp)
@@ -345,7 +342,7 @@ class Engine:
             tokens=sum(count for _, count in buckets),
             by_bucket=tuple(buckets),
             by_source=tuple(sources),
-            correct=int(sums[2, : self.position_buckets].sum()) if accuracy else None,
+            correct=tuple(map(int, sums[2:, : self.position_buckets].sum(dim=1).tolist())),
         )
 
     def _zero_sums(self, rows: int) -> Tensor:

@@ -8,11 +8,13 @@ in pyproject.toml reads them again there. The structure they reach into: ``get_m
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.megatron import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -23,22 +25,44 @@ from lightscale.parallel.megatron import (
     get_megatron_optimizer,
 )
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
-from lightscale.parallel.optimizer_spec import MegatronSpec
+from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec
+
+# Of Megatron's distributed optimizer, which takes no other: what an elementwise optimizer replaces before it has state.
+_PLACEHOLDER = {"optimizer": "adam"}
+# The key of Megatron's groups with the name of ours.
+_GROUP = "lightscale_group"
 
 
 def _decays_no_weight(parameter: nn.Parameter) -> bool:
     return parameter.dim() == 1 or getattr(parameter, "no_weight_decay", False)
 
 
+def _key_of(group: str, group_of: Mapping[int, str]) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(name=f"group {group}", fn=lambda one: group_of.get(id(one)) == group))
+
+
 class MegatronOptimizer(Optimizer):
     """Megatron's distributed optimizer, for fp32, bf16 and fp16 weights; it refuses fp64."""
 
-    spec: MegatronSpec
+    spec: MegatronSpec | ElementwiseSpec
 
     def __init__(
-        self, spec: MegatronSpec, models: Sequence[DistributedDataParallel], config: TransformerConfig, *, on_gpu: bool
+        self,
+        spec: MegatronSpec | ElementwiseSpec,
+        models: Sequence[DistributedDataParallel],
+        config: TransformerConfig,
+        *,
+        on_gpu: bool,
     ) -> None:
         super().__init__(spec, models, config, on_gpu=on_gpu)
+        # Not by the names of the modules, which the copies of one parameter on two stages do not share.
+        self._names = {parameter: name for model in models for name, parameter in named_parameters(model.module)}
+        self._group_of = {
+            id(parameter): group
+            for parameter, name in self._names.items()
+            if not getattr(parameter, "keeps_its_values", False)
+            for group in spec.groups_of(name)
+        }
         self._device = next(models[0].parameters()).device
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -49,14 +73,24 @@ class MegatronOptimizer(Optimizer):
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=True,
                 overlap_param_gather=models[0].ddp_config.overlap_param_gather,
-                **spec.megatron_options(),
+                **(spec.megatron_options() if isinstance(spec, MegatronSpec) else _PLACEHOLDER),
             ),
             list(models),
             config_overrides={
-                ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0}
+                ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0},
+                **{_key_of(name, self._group_of): {_GROUP: name} for name in spec.groups},
             },
             use_gloo_process_groups=on_gpu,
         )
+        if isinstance(spec, ElementwiseSpec):
+            for part in self.megatron.chained_optimizers:
+                names = {weights: self._names[parameter] for parameter, weights in main_weights(part)}
+                part.optimizer = ElementwiseSteps(spec, part.optimizer.param_groups, names)
+            return
+        for group in self.megatron.param_groups:
+            own = spec.groups.get(group.get(_GROUP))
+            if own is not None and own.betas is not None:
+                group["betas"] = tuple(own.betas)
         if on_gpu:
             self.fuse()
         for part in self.megatron.chained_optimizers:
@@ -103,16 +137,23 @@ class MegatronOptimizer(Optimizer):
         the norm and skip a step of which nothing has changed yet.
         """
         for group in self.megatron.param_groups:
-            group["lr"] = lr
+            own = self.spec.groups.get(group.get(_GROUP))
+            group["lr"] = lr if own is None else lr * own.lr_factor
             # Megatron only notes the override; its scheduler, which is not used here, would apply it.
             group["weight_decay"] = self.spec.weight_decay * group["wd_mult"]
+            if own is not None and own.weight_decay is not None:
+                group["weight_decay"] = own.weight_decay
         # As Megatron's clipping, bit by bit, which without apex makes two launches for each tensor.
         share = self.spec.grad_clip / (grad_norm + 1e-6)
         if self.spec.grad_clip > 0 and share < 1:
             for part in self.megatron.chained_optimizers:
                 if gradients := [p.grad for p in part.get_parameters() if p.grad is not None]:
                     torch._foreach_mul_(gradients, share)
+        self._find_directions()
         self.megatron.step_with_ready_grads()
+
+    def _find_directions(self) -> None:
+        """Between clipping and the steps: directions of elements that depend on others."""
 
     def reset(self) -> None:
         """See ``Optimizer``."""
@@ -144,7 +185,7 @@ class MegatronOptimizer(Optimizer):
                 first=own.start,
                 last=own.end,
                 weights=_flat(tensors["param"]),
-                state={name: _flat(tensors[name]) for name in self.spec.state},
+                state={name: _flat(tensors[name]) for name in self.spec.state_of(self._names[parameter])},
             )
         return None
 
@@ -181,6 +222,44 @@ class MegatronOptimizer(Optimizer):
             if not states:
                 for group in part.optimizer.param_groups:
                     group["step"] = steps
+
+
+class ElementwiseSteps:
+    """The steps of ``spec`` on this rank's parts, flat and in fp32, in the place of Megatron's Adam.
+
+    It has what Megatron asks of PyTorch's optimizers, whose own class refuses parts of the model's fp32 weights.
+
+    ``names``: of the parameter of each part.
+    """
+
+    def __init__(self, spec: ElementwiseSpec, param_groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+        self.spec, self.param_groups = spec, param_groups
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.directions: dict[Tensor, Tensor] = {}
+        """(n,) of the parts whose next step is known already; the step takes them out."""
+        for group in param_groups:
+            group["step"] = 0
+            for weights in group["params"]:
+                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.state_of(names[weights])}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every part that has a gradient."""
+        for group in self.param_groups:
+            spec = self.spec.of_group(group.get(_GROUP))
+            group["step"] += 1
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    direction = self.directions.pop(weights, None)
+                    if direction is None:
+                        direction = spec.direction(weights.grad, self.state[weights], group["step"])
+                    weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+
+
+def main_weights(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters of which ``part``, a ``DistributedOptimizer``, has elements, and its fp32 weights of these."""
+    for parameter, (group, place) in part.model_param_group_index_map.items():
+        yield parameter, part.optimizer.param_groups[group]["params"][place]
 
 
 def _flat(tensor: Tensor) -> Tensor:

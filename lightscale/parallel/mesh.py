@@ -8,22 +8,38 @@ collectives of one communicator in the same order.
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from lightscale.config.layout import check_nodes
-from lightscale.config.schema import Exchange
+from lightscale.config.schema import Attention, Exchange
 from lightscale.errors import UserError
 from lightscale.parallel.megatron import ProcessGroupCollection, parallel_state, tensor_parallel
-from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
+from lightscale.parallel.rendezvous.sockets import on_loopback
+from lightscale.parallel.sequence import (
+    AttentionExchange,
+    Gather,
+    HeadExchange,
+    KeyGather,
+    KeyRing,
+    Ring,
+    StateExchange,
+    TwoLevel,
+)
 
 # Writing a checkpoint waits for the slowest rank's disk, without a limit that would fit every file system.
 _SAVING_TIMEOUT = timedelta(hours=6)
+_ATTENTION: dict[Attention, type[AttentionExchange]] = {
+    "gather": KeyGather,
+    "ring": KeyRing,
+    "all_to_all": HeadExchange,
+}
 # By their ids: groups of meshes whose end something outlives.
 _alive: weakref.WeakValueDictionary[int, ProcessGroupCollection] = weakref.WeakValueDictionary()
 
@@ -34,6 +50,7 @@ class Mesh:
 
     - ``groups``: Megatron's own collection (``tp``, ``pp``, ``cp``, ``dp_cp``, …).
     - ``exchange``: passes the states of mixers along ``sequence``; None: every rank holds whole sequences.
+    - ``attention``: the same for queries, keys and values of softmax attention, over the ranks of ``exchange``.
     - ``control``: a gloo group of all processes, for small host-side agreements of the main thread.
     - ``saving``: the same for the thread that writes checkpoints; two threads on one group would mix their messages.
     - ``ends``: callbacks that run before the groups are left.
@@ -51,6 +68,7 @@ class Mesh:
     data_rank: int
     groups: ProcessGroupCollection
     exchange: StateExchange | None
+    attention: AttentionExchange | None
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     ends: ExitStack
@@ -96,9 +114,11 @@ def start_mesh(
     rank: int = 0,
     world_size: int = 1,
     local_rank: int = 0,
-    init_method: str = "env://",
+    init_method: str | None = None,
+    store: dist.Store | None = None,
     timeout_s: float = 600.0,
     exchange: Exchange = "gather",
+    attention: Attention = "gather",
     ranks_per_node: int | None = None,
     virtual_stages: int = 1,
 ) -> Iterator[Mesh]:
@@ -107,7 +127,10 @@ def start_mesh(
     Ranks are laid out as Megatron does by default: tensor fastest, then sequence, data and pipeline.
 
     Args:
+        init_method: torch's address of the other ranks.
+        store: store shared with the other ranks, instead of an address. A single rank needs neither.
         exchange: how states pass along the sequence.
+        attention: how queries and keys of softmax attention meet along the sequence.
         ranks_per_node: neighbouring ranks that share a node, for ``two_level``; None: all.
         virtual_stages: parts of the layers that each pipeline rank holds, not neighbours in the model.
 
@@ -137,14 +160,21 @@ def start_mesh(
         # Before any group is made: NCCL takes the current device.
         torch.cuda.set_device(chosen)
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        backend="nccl" if chosen.type == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
-    ends = ExitStack()
+    if world_size == 1 and init_method is None:
+        store = store or dist.HashStore()
+    with ExitStack() as begun:
+        if world_size == 1:
+            begun.enter_context(on_loopback())
+        dist.init_process_group(
+            backend="nccl" if chosen.type == "cuda" else "gloo",
+            init_method=init_method,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        # Later groups listen too; where this one fails, the variables of the loopback end here.
+        ends = begun.pop_all()
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
@@ -160,6 +190,7 @@ def start_mesh(
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         _alive[id(groups)] = groups
+        states = _state_exchange(exchange, ranks_per_node or world_size, timeout) if sequence > 1 else None
         yield Mesh(
             device=chosen,
             rank=rank,
@@ -173,7 +204,8 @@ def start_mesh(
             # Without the sequence ranks, which read parts of the same rows.
             data_rank=parallel_state.get_data_parallel_rank(with_context_parallel=False),
             groups=groups,
-            exchange=_state_exchange(exchange, ranks_per_node or world_size, timeout) if sequence > 1 else None,
+            exchange=states,
+            attention=None if states is None else _ATTENTION[attention](states),
             control=dist.new_group(backend="gloo", timeout=timeout),
             # gloo notices a rank that is gone at once, whatever the limit; it is for one that is slow.
             saving=dist.new_group(backend="gloo", timeout=_SAVING_TIMEOUT),
@@ -186,11 +218,75 @@ def start_mesh(
         dist.destroy_process_group()
 
 
+@contextmanager
+def shape_mesh(
+    *, tensor: int, sequence: int, sequence_rank: int, exchange: Exchange, ranks_per_node: int | None
+) -> Iterator[Mesh]:
+    """A rank of ``tensor`` x ``sequence`` ranks without the other ranks, on PyTorch's device "meta".
+
+    Models on it have shapes and no numbers, and compute the shapes of the rank in a run of any number of data and
+    pipeline ranks. Collectives transfer nothing. The process must have no process group.
+    """
+    # Registers the backend.
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401, PLC0415
+
+    if not torch.cuda.is_available():
+        from lightscale.parallel.cpu import redirect_megatron_to_cpu  # noqa: PLC0415
+
+        redirect_megatron_to_cpu()
+    world_size, rank = tensor * sequence, tensor * sequence_rank
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    current_device = torch.cuda.current_device
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor, context_parallel_size=sequence, create_gloo_process_groups=False
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        host, groups = dist.new_group([rank]), ProcessGroupCollection.use_mpu_process_groups()
+        states = _shape_exchange(exchange, ranks_per_node or world_size) if sequence > 1 else None
+        # Megatron creates weights and buffers there.
+        torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
+        yield Mesh(
+            device=torch.device("meta"),
+            rank=rank,
+            world_size=world_size,
+            tensor=tensor,
+            pipeline=1,
+            sequence=sequence,
+            data=1,
+            virtual_stages=1,
+            sequence_rank=sequence_rank,
+            data_rank=0,
+            groups=groups,
+            exchange=states,
+            # The others decide by numbers; around attention, which is PyTorch's, shapes are the same.
+            attention=None if states is None else _ATTENTION["gather"](states),
+            control=host,
+            saving=host,
+            ends=ExitStack(),
+        )
+    finally:
+        torch.cuda.current_device = current_device
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _shape_exchange(kind: Exchange, ranks_per_node: int) -> StateExchange:
+    ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
+    return _exchange_of(kind, ranks, ranks_per_node, dist.new_group)
+
+
 def _state_exchange(kind: Exchange, ranks_per_node: int, timeout: timedelta) -> StateExchange:
     # Not Megatron's group, though the ranks are the same: exchanges run on a thread or stream of their own, and what
     # Megatron sends over its group meanwhile would meet them in another order on each rank, which hangs.
     ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
-    states = _new_group(ranks, timeout)
+    return _exchange_of(kind, ranks, ranks_per_node, partial(_new_group, timeout=timeout))
+
+
+def _exchange_of(
+    kind: Exchange, ranks: list[int], ranks_per_node: int, new_group: Callable[[list[int]], dist.ProcessGroup]
+) -> StateExchange:
+    states = new_group(ranks)
     if kind == "ring":
         return Ring(states)
     if kind == "gather":
@@ -200,7 +296,7 @@ def _state_exchange(kind: Exchange, ranks_per_node: int, timeout: timedelta) -> 
         nodes.setdefault(rank // ranks_per_node, []).append(rank)
     own = nodes[dist.get_rank() // ranks_per_node]
     across = [node[own.index(dist.get_rank())] for node in nodes.values()]
-    return TwoLevel(states, node=_new_group(own, timeout), across=_new_group(across, timeout))
+    return TwoLevel(states, node=new_group(own), across=new_group(across))
 
 
 def _new_group(mine: list[int], timeout: timedelta) -> dist.ProcessGroup:

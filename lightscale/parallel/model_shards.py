@@ -63,30 +63,54 @@ def parameter_parts(chunks: Sequence[nn.Module], optimizer: Optimizer) -> Iterat
             )
 
 
-def optimizer_shards(
-    chunks: Sequence[nn.Module], optimizer: Optimizer, *, copies: bool, state: bool
-) -> Iterator[TensorShard]:
-    """This data rank's part of the fp32 weights and, with ``state``, of the optimizer's state.
+@dataclass(frozen=True, kw_only=True)
+class OwnedBox:
+    """Elements of a whole tensor whose steps this rank takes."""
+
+    parameter: nn.Parameter
+    box: Box
+    own: slice
+    """Of the tensors of ``owned``, in the order of the box's elements."""
+    owned: OwnedState
+    is_copy: bool
+    """Whether another tensor or pipeline rank takes them too, and comes before this one."""
+
+
+def owned_boxes(chunks: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[OwnedBox]:
+    """This data rank's part of every parameter.
 
     With a distributed optimizer a rank owns ranges of flattened parameters, which need not end where rows do: each
     becomes a few boxes of the whole tensor.
     """
     for part in _weight_shards(chunks):
-        if part.is_copy and not copies:
-            continue
         owned = optimizer.owned(part.parameter)
         if owned is None:
             continue
-        tensors = {_WEIGHTS: owned.weights, **(owned.state if state else {})}
         first, last = _owned_range(part, owned)
         begin, box = _begin(part), part.shard.box
         for offset, sizes in range_boxes(box.sizes, first - begin, last - begin):
             numel = math.prod(sizes)
-            own = slice(first - owned.first, first - owned.first + numel)
-            first += numel
             at = tuple(a + b for a, b in zip(box.offset, offset, strict=True))
-            for name, flat in tensors.items():
-                yield _named(name, TensorShard(box=replace(box, offset=at, sizes=sizes), data=flat[own].view(sizes)))
+            yield OwnedBox(
+                parameter=part.parameter,
+                box=replace(box, offset=at, sizes=sizes),
+                own=slice(first - owned.first, first - owned.first + numel),
+                owned=owned,
+                is_copy=part.is_copy,
+            )
+            first += numel
+
+
+def optimizer_shards(
+    chunks: Sequence[nn.Module], optimizer: Optimizer, *, copies: bool, state: bool
+) -> Iterator[TensorShard]:
+    """This data rank's part of the fp32 weights and, with ``state``, of the optimizer's state."""
+    for one in owned_boxes(chunks, optimizer):
+        if one.is_copy and not copies:
+            continue
+        tensors = {_WEIGHTS: one.owned.weights, **(one.owned.state if state else {})}
+        for name, flat in tensors.items():
+            yield _named(name, TensorShard(box=one.box, data=flat[one.own].view(one.box.sizes)))
 
 
 def _begin(part: _WeightShard) -> int:

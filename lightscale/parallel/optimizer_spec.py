@@ -3,12 +3,18 @@
 Imports neither torch nor Megatron: `lightscale plan` counts memory and time from this alone.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from lightscale.config.schema import OptimizerConfig
+from lightscale.config.schema import OptimizerConfig, ParameterGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Weights and state of a step are fp32 in every precision: bf16 has 8 bits, and a step smaller than 1/256 of a weight
 # would be lost in it.
@@ -28,8 +34,13 @@ class OptimizerSpec(ABC):
     grad_clip: float = 1.0
     """Largest global norm of the gradients; 0: no clipping."""
 
+    groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
+    """By name; parameters of none have the constants above."""
+
+    options: ClassVar[type[OptimizerConfig]]
+    """The type of section [optimizer] with this optimizer's name."""
     state: ClassVar[tuple[str, ...]]
-    """fp32 tensors in each parameter's shape, kept beside its fp32 weights; in checkpoints NAME.PARAMETER."""
+    """fp32 tensors in a parameter's shape, kept beside its fp32 weights; in checkpoints NAME.PARAMETER."""
     step_counter: ClassVar[str]
     """The name of the number of steps in a checkpoint's state.json."""
     state_description: ClassVar[str]
@@ -39,21 +50,42 @@ class OptimizerSpec(ABC):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, config: OptimizerConfig) -> Self:
-        """Constants from section [optimizer]."""
+    def from_config(cls, config: Any, total_steps: int) -> Self:
+        """Constants from section [optimizer], of type ``options``, of a run of ``total_steps``."""
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of ``state`` per parameter, without the fp32 weights of bf16 training."""
-        return _FP32_BYTES * len(self.state)
+    def groups_of(self, parameter: str) -> list[str]:
+        """The names of the groups of the parameter with this global name; more than one is a mistake."""
+        # By the global name, which copies on several stages share: they are in one group, and stay equal.
+        return [
+            name
+            for name, group in self.groups.items()
+            if any(fnmatchcase(parameter, pattern) for pattern in group.parameters)
+        ]
 
-    @property
-    def step_traffic_bytes(self) -> int:
-        """Bytes that a step in bf16 reads and writes per parameter.
+    def of_group(self, name: str | None) -> Self:
+        """The constants of a group, which the parameters of no group (None) have without a change."""
+        if name is None:
+            return self
+        group = self.groups[name]
+        own: dict[str, Any] = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+        if group.betas is not None:
+            own["betas"] = tuple(group.betas)
+        return replace(self, **own)
+
+    def state_of(self, parameter: str) -> tuple[str, ...]:
+        """Those names of ``state`` that the parameter with this global name has."""
+        return self.state
+
+    def state_bytes(self, parameter: str) -> int:
+        """Bytes of the state of an element of ``parameter``, without the fp32 weights of bf16 training."""
+        return _FP32_BYTES * len(self.state_of(parameter))
+
+    def step_traffic_bytes(self, parameter: str) -> int:
+        """Bytes that a step in bf16 reads and writes for an element of ``parameter``.
 
         fp32 weight and state are read and written, the fp32 gradient is read and the bf16 weight written.
         """
-        return 2 * (_FP32_BYTES + self.state_bytes) + _FP32_BYTES + _BF16_BYTES
+        return 2 * (_FP32_BYTES + self.state_bytes(parameter)) + _FP32_BYTES + _BF16_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +97,84 @@ class MegatronSpec(OptimizerSpec):
     @abstractmethod
     def megatron_options(self) -> Mapping[str, Any]:
         """Arguments of Megatron's ``OptimizerConfig`` beside weight decay and clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementwiseSpec(OptimizerSpec):
+    """w ← w - lr (direction + weight_decay w), where the direction of an element depends on no other element.
+
+    Data and sequence ranks divide the elements as those of AdamW (Megatron's distributed optimizer), so that a
+    subclass knows nothing of ranks, of main weights and of checkpoints.
+    """
+
+    implementation: ClassVar[str] = "lightscale.parallel.megatron_optimizer:MegatronOptimizer"
+
+    @abstractmethod
+    def direction(self, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> Tensor:
+        """(n,), a new tensor; changes ``state`` in place. By methods of tensors alone, so that torch is not imported.
+
+        Args:
+            gradient: (n,) of one parameter, or of a part of it; clipped, in fp32.
+            state: (n,) each, by the names in ``self.state``; zeros before step 1.
+            step: from 1 on.
+        """
+
+
+RowRanges = tuple[tuple[int, int], ...]
+"""First and last + 1 of rows of a parameter that together are one matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixSpec(ElementwiseSpec):
+    """An ``ElementwiseSpec`` but for ``matrices``, whose direction is a function of a whole matrix.
+
+    A step has two parts there: ``matrix_mean`` of every element alone, then ``matrix_direction`` of what it gives. In
+    between, each rank's elements are put together to matrices (``parallel/matrices``), each on one rank.
+    """
+
+    matrices: Mapping[str, tuple[RowRanges, ...]] = field(default_factory=dict)
+    """By the global name of a parameter, the rows of each matrix in it; every row belongs to one."""
+    elementwise: tuple[str, ...] = ()
+    """Patterns of names of matrices that are none of ``matrices``, and are stepped as all other parameters."""
+    product_precision: Literal["bf16", "fp32"] = "bf16"
+    """Number format of matrices and their directions, in which they are also sent."""
+
+    matrix_state: ClassVar[tuple[str, ...]]
+    """Those of ``state`` that ``matrices`` have; other parameters have the others."""
+
+    implementation: ClassVar[str] = "lightscale.parallel.matrices.optimizer:MatrixOptimizer"
+
+    def state_of(self, parameter: str) -> tuple[str, ...]:
+        """See ``OptimizerSpec``."""
+        is_matrix = parameter in self.matrices
+        return tuple(name for name in self.state if (name in self.matrix_state) == is_matrix)
+
+    def matrix_shapes(self, parameter: str, columns: int) -> list[tuple[int, int]]:
+        """(rows, columns) of each matrix in ``parameter``; none of one that has no matrices."""
+        return [(sum(last - first for first, last in one), columns) for one in self.matrices.get(parameter, ())]
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of an element of a matrix while it is whole."""
+        return _BF16_BYTES if self.product_precision == "bf16" else _FP32_BYTES
+
+    @abstractmethod
+    def matrix_mean(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """(n,), a new tensor, the elements of what ``matrix_direction`` takes; changes ``state`` in place.
+
+        Args:
+            gradient: (n,) of a part of a parameter; clipped, in fp32.
+            state: (n,) each, by the names in ``matrix_state``; zeros before step 1.
+        """
+
+    @abstractmethod
+    def matrix_direction(self, matrix: Tensor) -> Tensor:
+        """(rows, columns), in any number format -> the same shape; by methods of tensors alone."""
+
+    @abstractmethod
+    def matrix_scale(self, rows: int, columns: int) -> float:
+        """Factor of a direction of this shape, applied in fp32."""
+
+    @abstractmethod
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Operations of ``matrix_direction``."""

@@ -1,5 +1,6 @@
 """Suggested layouts as overrides to paste, for `lightscale plan` and for errors of divisibility."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightscale.config.layout import LayoutError
@@ -32,6 +33,8 @@ def layout_overrides(config: RunConfig, one: Prediction, hardware: Hardware) -> 
         chosen["parallel.virtual_stages"] = 1
     if layout.sequence > 1:
         chosen["parallel.exchange"] = one.exchange
+        if one.attention != parallel.attention:
+            chosen["parallel.attention"] = one.attention
     if parallel.ranks_per_node not in (None, hardware.gpus_per_node):
         chosen["parallel.ranks_per_node"] = hardware.gpus_per_node
     chosen |= {"train.micro_batch_size": layout.micro_batch_size, "train.recompute": one.recompute}
@@ -42,6 +45,28 @@ def layout_overrides(config: RunConfig, one: Prediction, hardware: Hardware) -> 
     if one.global_batch_size != config.train.global_batch_size:
         chosen["train.global_batch_size"] = one.global_batch_size
     return [f"{key}={value}" for key, value in chosen.items()]
+
+
+def attention_reason(found: Sequence[Prediction]) -> str | None:
+    """Why the first of `found` has its way of softmax attention: what the others take on the same ranks, in words.
+
+    None where no other way was possible, or none is needed.
+    """
+    best = found[0]
+    axes = replace(best.layout, micro_batch_size=1, num_microbatches=1)
+    like: dict[str, Prediction] = {}
+    for one in found:
+        if replace(one.layout, micro_batch_size=1, num_microbatches=1) == axes:
+            like.setdefault(one.attention, one)
+    if len(like) < 2:
+        return None
+    taken = [
+        f"{name} {one.step_s:.3g} s a step and {one.memory.total_bytes / 2**30:.1f} GiB with recompute={one.recompute}"
+        + ("" if one.fits else ", which does not fit")
+        for name, one in like.items()
+    ]
+    missing = "" if "all_to_all" in like else "; heads do not divide for all_to_all"
+    return f"parallel.attention={best.attention} on {best.layout.sequence} sequence ranks: {'; '.join(taken)}{missing}"
 
 
 def changed_batch(config: RunConfig, one: Prediction) -> str | None:

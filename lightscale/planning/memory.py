@@ -3,12 +3,15 @@
 from dataclasses import dataclass, replace
 
 from lightscale.config.layout import Layout
-from lightscale.config.schema import Exchange, Recompute, RunConfig
+from lightscale.config.schema import Attention, Exchange, Recompute, RunConfig
 from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES, loss_chunk_tokens
-from lightscale.models.accounting import padded_vocab_size
+from lightscale.models.accounting import padded_vocab_size, rank_parameters
+from lightscale.parallel.optimizer_spec import MatrixSpec
+from lightscale.planning.attention_ways import AttentionWay, attention_way
 from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
 from lightscale.planning.hardware import H100, Hardware
 from lightscale.planning.workload import LayerWork, StageWork, Workload
+from lightscale.runs.teacher import teacher_model
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
@@ -35,12 +38,15 @@ class RankMemory:
     block_bytes: int
     """Bytes during the backward pass of a block: recomputed activations and gradients, minus the memory that later
     blocks have released; of the block with the most."""
+    teacher_bytes: int = 0
+    """Bytes of a frozen teacher: its weights and its answers."""
 
     @property
     def total_bytes(self) -> int:
         """Sum of all, with the larger of the last two: the loss has ended when the first block starts."""
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return states + self.activations_bytes + self.exchange_bytes + max(self.logits_bytes, self.block_bytes)
+        kept = self.activations_bytes + self.exchange_bytes + self.teacher_bytes
+        return states + kept + max(self.logits_bytes, self.block_bytes)
 
 
 def weight_bytes(config: RunConfig) -> int:
@@ -52,25 +58,37 @@ def weight_bytes(config: RunConfig) -> int:
 def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
     """Assumptions of the estimate, in sentences; `searched`: for all kinds of recomputation, not the configured one."""
     fp32 = weight_bytes(config) == _FP32_BYTES
-    state = optimizer_spec(config.optimizer).state_description
+    spec = optimizer_spec(config)
+    state = spec.state_description
     precision = f"train.precision = {config.train.precision}, train.device = {config.train.device}"
     return [
         f"weights and activations in {'fp32' if fp32 else 'bf16'} ({precision})",
         "gradients in fp32, complete on each data and sequence rank",
         f"optimizer: {'' if fp32 else 'main weights and '}{state} in fp32, sharded over the data and sequence ranks",
+        *([_MATRICES] if isinstance(spec, MatrixSpec) else []),
         *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; for softmax "
-        "attention the keys and values of all ranks",
+        "attention the keys and values of all ranks (gather), its own block and two others (ring), or those of some "
+        "heads (all_to_all; it and a ring that trades queries keep outputs twice)",
         f"logits: at most {LOGITS_WORKSPACE_BYTES >> 20} MiB at a time, plus the output layer's gradients (of its "
         "weight in fp32), and the last norm's input and output"
         + ("" if config.model.final_logit_cap is None else "; the slope of the cap, in fp32"),
         "backward pass of a block: its recomputed activations, minus the released ones of later blocks; the gradients "
-        "of the GLU's two halves and of the residual stream, or of all gathered keys and values; and those of the "
+        "of the GLU's two halves and of the residual stream, or what attention across ranks holds; and those of the "
         "output layer. It follows the loss: the larger of the two counts",
+        *([_TEACHER] if config.teacher is not None else []),
         "not counted: fp32 intermediates within a layer, other communication buffers, fragmentation of the allocator",
     ]
 
 
+_MATRICES = (
+    "step of matrices: they and what is computed of them, two or three times for a moment, in the precision of their "
+    "products (bf16, or fp32); after the backward pass, when no activations are held: not counted"
+)
+_TEACHER = (
+    "teacher: its weights; the inputs and outputs of all its mixers, or its last hidden states twice, with a chunk of "
+    "logits and five fp32 values per logit"
+)
 _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
     "projections, gates, activated queries and keys, its output before and after norm and gate, if it has them; "
@@ -92,6 +110,7 @@ def rank_memory(config: RunConfig, layout: Layout, stage: int) -> RankMemory:
         recompute=config.train.recompute,
         recompute_layers=config.train.recompute_layers,
         exchange=config.parallel.exchange,
+        attention=config.parallel.attention,
         hardware=hardware,
     )
 
@@ -111,6 +130,7 @@ def stage_memory(
     recompute: Recompute,
     recompute_layers: int | None = None,
     exchange: Exchange,
+    attention: Attention = "gather",
     hardware: Hardware,
 ) -> RankMemory:
     """Memory of each rank of pipeline stage `stage` (from 0) of `work`."""
@@ -118,9 +138,11 @@ def stage_memory(
     held = work.stages(tensor=layout.tensor, pipeline=layout.pipeline)[stage]
     parameters = held.parameters
     main = _FP32_BYTES if size < _FP32_BYTES else 0
-    state = optimizer_spec(config.optimizer).state_bytes
+    spec = optimizer_spec(config)
+    state = sum(spec.state_bytes(name) * count for name, count in held.held.items())
     tokens = layout.micro_batch_size * layout.rank_sequence_tokens
     again = held.recomputed(recompute, recompute_layers)
+    ways = [attention_way(attention, layer, layout, size) for layer in held.layers]
     # 1F1B: the first stage runs as many micro-batches ahead as there are stages, the last none.
     in_flight = min(layout.num_microbatches, layout.pipeline - stage)
     return RankMemory(
@@ -128,15 +150,29 @@ def stage_memory(
         parameters=parameters,
         weights_bytes=size * parameters,
         gradients_bytes=_FP32_BYTES * parameters,
-        optimizer_bytes=-(-(main + state) * parameters // (layout.data * layout.sequence)),
+        optimizer_bytes=-(-(main * parameters + state) // (layout.data * layout.sequence)),
         activations_bytes=in_flight * tokens * _kept_bytes(work, held, again, layout, recompute, size) // layout.tensor,
         exchange_bytes=_exchange_bytes(
-            layout, work, held, again if recompute == "full" else (), in_flight, size, exchange, hardware
+            layout, work, held, ways, again if recompute == "full" else (), in_flight, size, exchange, hardware
         ),
         logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,
-        block_bytes=tokens * _block_bytes(held, again, layout, recompute, size) // layout.tensor
+        block_bytes=tokens * _block_bytes(held, ways, again, layout, recompute, size) // layout.tensor
         + (_output_rows(work, layout.tensor) * work.model.hidden_size * size if held.last else 0),
+        teacher_bytes=_teacher_bytes(config, layout, tokens, size),
     )
+
+
+def _teacher_bytes(config: RunConfig, layout: Layout, tokens: int, size: int) -> int:
+    """Weights and answers of the teacher of ``config``, for ``tokens`` per micro-batch and rank; 0: no teacher."""
+    model = teacher_model(config)
+    if model is None:
+        return 0
+    (parameters,) = rank_parameters(model, tensor=layout.tensor, pipeline=1)
+    hidden = tokens * model.hidden_size * size
+    rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
+    logits = loss_chunk_tokens(tokens, rows * size) * rows * (size + 5 * _FP32_BYTES)
+    streams = 2 * model.num_layers * hidden // layout.tensor
+    return size * parameters + max(streams, 2 * hidden + logits)
 
 
 def _output_rows(work: Workload, tensor: int) -> int:
@@ -175,7 +211,14 @@ def _kept_bytes(
     return layers + (len(work.embedding_parts) * work.model.hidden_size * size if held.first else 0)
 
 
-def _block_bytes(held: StageWork, again: tuple[LayerWork, ...], layout: Layout, recompute: Recompute, size: int) -> int:
+def _block_bytes(
+    held: StageWork,
+    ways: list[AttentionWay | None],
+    again: tuple[LayerWork, ...],
+    layout: Layout,
+    recompute: Recompute,
+    size: int,
+) -> int:
     """Bytes per token by which a backward pass ever holds more than was kept for it: in the block where that is most.
 
     Blocks behind it have given back what they kept: where these are not computed again, what is computed again takes
@@ -183,9 +226,10 @@ def _block_bytes(held: StageWork, again: tuple[LayerWork, ...], layout: Layout, 
     """
     gathers, most, given_back = layout.sequence > 1, 0, 0
     for number, layer in reversed(list(enumerate(held.layers))):
-        gathered = size * layer.gathered * layout.sequence if gathers else 0
+        way = ways[number]
+        gathered = 0 if way is None else size * way.kept
         kept = whole = layer.kept_bytes("none", size, gathers=gathers) + gathered
-        holds = layer.backward_bytes(size, gathered_by=layout.sequence)
+        holds = layer.backward_bytes(size, attention_bytes=0 if way is None else way.backward_bytes)
         if number < len(again):
             kept = layer.kept_bytes(recompute, size, gathers=gathers) + (0 if recompute == "full" else gathered)
             # All of its activations, and its output, which nothing reads again.
@@ -199,6 +243,7 @@ def _exchange_bytes(
     layout: Layout,
     work: Workload,
     held: StageWork,
+    ways: list[AttentionWay | None],
     again: tuple[LayerWork, ...],
     in_flight: int,
     size: int,
@@ -212,12 +257,11 @@ def _exchange_bytes(
     summaries = [work.summary(layer, layout.tensor) for layer in held.layers if layer.has_state]
     summaries += work.embedding_part_summaries(layout.tensor).values() if held.first else []
     buffers = [exchange_buffer_bytes(exchange, group, row_bytes * one.numbers, one.heads) for one in summaries]
-    # Keys and values of all ranks stay for the backward pass, unless they are computed again with their block. While
-    # they are put together, the parts as they arrived stand beside them.
-    tokens = layout.micro_batch_size * layout.rank_sequence_tokens * layout.sequence
-    gathered = [tokens * layer.gathered * size // layout.tensor for layer in held.layers]
-    kept = in_flight * sum(gathered[len(again) :])
-    buffers += gathered
+    # What attention keeps of other ranks stays for the backward pass, unless it is computed again with its block.
+    tokens = layout.micro_batch_size * layout.rank_sequence_tokens
+    kept_of = [0 if way is None else tokens * way.kept * size // layout.tensor for way in ways]
+    kept = in_flight * sum(kept_of[len(again) :])
+    buffers += [0 if way is None else tokens * way.forward_bytes // layout.tensor for way in ways]
     # Of the gathered tails a rank keeps as many tokens as it contributes.
     tails = [layout.micro_batch_size * layer.tail * size // layout.tensor for layer in held.layers]
     buffers += [layout.sequence * tail for tail in tails]

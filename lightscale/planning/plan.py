@@ -17,6 +17,7 @@ from lightscale.planning.hardware import H100
 from lightscale.planning.memory import RankMemory, fullest_rank, weight_bytes
 from lightscale.planning.published import exact_only, study_parameters, study_training_flops
 from lightscale.planning.workload import Workload
+from lightscale.runs.teacher import teacher_model
 
 _STATE_BYTES = 4
 
@@ -97,9 +98,10 @@ def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
         study_flops=study_training_flops(
             model, sequence_length=data.sequence_length, batch_size=train.global_batch_size
         ),
-        mfu_flops=training_flops_per_token(model, data.sequence_length) * config.tokens_per_step,
+        mfu_flops=training_flops_per_token(model, data.sequence_length, teacher=teacher_model(config))
+        * config.tokens_per_step,
         tokens_per_step=config.tokens_per_step,
-        steps=config.total_steps,
+        steps=config.own_steps,
         memory=fullest_rank(config, layout),
         exchanges=tuple(_exchanges(config, layout)),
     )

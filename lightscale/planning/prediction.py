@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightscale.config.layout import Layout
-from lightscale.config.schema import Exchange, Recompute
+from lightscale.config.schema import Attention, Exchange, Recompute
 from lightscale.planning.memory import RankMemory
 
 
@@ -55,6 +55,7 @@ class Prediction:
     recompute_layers: int | None
     """Recomputed layers per stage, as `train.recompute_layers`."""
     exchange: Exchange
+    attention: Attention
     sequence_length: int
     work: Times
     """Times of a rank of the slowest stage, per step."""

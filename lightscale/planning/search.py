@@ -4,25 +4,28 @@ import functools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from lightscale.config.arithmetic import near_multiple
-from lightscale.config.layout import Layout, LayoutError, check_layout
+from lightscale.config.layout import Layout, LayoutError, check_layout, check_mixers, check_tensor
 from lightscale.config.mixers import mixer_entry
-from lightscale.config.schema import Exchange, ParallelConfig, Recompute, RunConfig
+from lightscale.config.schema import Attention, Exchange, ParallelConfig, Recompute, RunConfig
 from lightscale.errors import UserError, shortened
 from lightscale.models.registry import check_model
+from lightscale.planning.attention_ways import ATTENTIONS
 from lightscale.planning.communication import EXCHANGES
 from lightscale.planning.hardware import Hardware
 from lightscale.planning.prediction import Prediction
 from lightscale.planning.step_cost import CostModel
 from lightscale.planning.workload import RECOMPUTE
+from lightscale.runs.teacher import teacher_model
 
 # Of the tokens of a step, more or less, where the batch cannot be kept.
 BATCH_TOLERANCE = 0.1
 AXES = ("tensor", "pipeline", "sequence", "data")
 _COUNTS = (*AXES, "micro_batch_size")
 _MOST_DIGITS = 6
-_CHOICES = {"recompute": RECOMPUTE, "exchange": EXCHANGES}
+_CHOICES = {"recompute": RECOMPUTE, "exchange": EXCHANGES, "attention": ATTENTIONS}
 # A larger micro-batch must be predicted to be faster by this share: predictions know no smaller differences.
 _LEAST_GAIN = 0.01
 MOST_NODES = 1024
@@ -37,6 +40,7 @@ class Fixed:
     micro_batch_size: int | None = None
     recompute: Recompute | None = None
     exchange: Exchange | None = None
+    attention: Attention | None = None
 
     @staticmethod
     def parse(text: str) -> "Fixed":
@@ -145,6 +149,13 @@ def _micro_batch_sizes(share: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+class _Ways(NamedTuple):
+    """What sequence ranks do for each other."""
+
+    exchange: Exchange
+    attention: Attention
+
+
 class _Search:
     """The layouts of one configuration on so many GPUs."""
 
@@ -159,9 +170,9 @@ class _Search:
         found = []
         for sizes in self._layouts(exact=exact):
             layout: Layout | None = None
-            for exchange in self._exchanges(sizes[0]):
-                # Exchanges differ too little to want micro-batches of their own.
-                one = self._with_micro_batch([layout] if layout else sizes, exchange)
+            for ways in self._ways(sizes[0]):
+                # They differ too little to want micro-batches of their own.
+                one = self._with_micro_batch([layout] if layout else sizes, ways)
                 layout = one.layout
                 found.append(one)
         return found
@@ -170,17 +181,21 @@ class _Search:
         """Whether any layout fits, with full recomputation if necessary."""
         how = RECOMPUTE[-1] if self.fixed.recompute is None else self.fixed.recompute
         return any(
-            self.model.fits(self.model.memory(sizes[0], recompute=how, exchange=exchange))
+            self.model.fits(self.model.memory(sizes[0], recompute=how, **ways._asdict()))
             for exact in (True, False)
             for sizes in self._layouts(exact=exact)
-            for exchange in self._exchanges(sizes[0])
+            for ways in self._ways(sizes[0])
         )
 
     def _layouts(self, *, exact: bool) -> Iterator[list[Layout]]:
         """Of each choice of axes and batch, one layout for every size of the micro-batch, the smallest first."""
         # Tensor ranks exchange activations in every layer: they stay within a node, where NVLink connects them.
         for tensor in self._degrees("tensor", self.gpus, most=self.hardware.gpus_per_node):
-            for pipeline in self._degrees("pipeline", self.gpus // tensor, most=self.config.model.num_layers):
+            for pipeline in self._degrees(
+                "pipeline",
+                self.gpus // tensor,
+                most=1 if self.config.teacher is not None else self.config.model.num_layers,
+            ):
                 rest = self.gpus // (tensor * pipeline)
                 for sequence in self._degrees("sequence", rest, most=self.model.work.sequence_length):
                     data = rest // sequence
@@ -221,9 +236,28 @@ class _Search:
     def _checked(self, parallel: ParallelConfig, batch: int, micro_batch_size: int) -> Layout | None:
         train = self.config.train.model_copy(update={"global_batch_size": batch, "micro_batch_size": micro_batch_size})
         try:
+            if (teacher := teacher_model(self.config)) is not None:
+                check_mixers(teacher, parallel)
+                check_tensor(teacher, parallel)
             return check_layout(self.on_length.model_copy(update={"parallel": parallel, "train": train}), self.gpus)
         except LayoutError:
             return None
+
+    def _ways(self, layout: Layout) -> Iterator[_Ways]:
+        attentions = self._attentions(layout)
+        return (_Ways(exchange, attention) for exchange in self._exchanges(layout) for attention in attentions)
+
+    def _attentions(self, layout: Layout) -> list[Attention]:
+        if self.fixed.attention is None and not (self.model.attends and layout.sequence > 1):
+            return ["gather"]
+        wanted = ATTENTIONS if self.fixed.attention is None else (self.fixed.attention,)
+        return [attention for attention in wanted if self._divides(layout, attention)]
+
+    def _divides(self, layout: Layout, attention: Attention) -> bool:
+        axes = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")}
+        parallel = ParallelConfig.model_validate({**axes, "attention": attention})
+        batch = layout.data * layout.micro_batch_size * layout.num_microbatches
+        return self._checked(parallel, batch, layout.micro_batch_size) is not None
 
     def _exchanges(self, layout: Layout) -> list[Exchange]:
         has_states = any(layer.has_state for layer in self.model.work.layers)
@@ -238,38 +272,38 @@ class _Search:
         has_levels = even and layout.tensor < node < sequence_gpus
         return [exchange for exchange in EXCHANGES if has_levels or exchange != "two_level"]
 
-    def _with_micro_batch(self, layouts: list[Layout], exchange: Exchange) -> Prediction:
+    def _with_micro_batch(self, layouts: list[Layout], ways: _Ways) -> Prediction:
         """The smallest micro-batch than which the next one is not clearly faster, or does not fit."""
-        best = self._with_least_recomputation(layouts[0], exchange)
+        best = self._with_least_recomputation(layouts[0], ways)
         for layout in layouts[1:]:
             # Where next to nothing is waited for, there is nothing to gain.
             if best.work.launch_s + best.exposed_s < _LEAST_GAIN * best.step_s:
                 break
-            larger = self._with_least_recomputation(layout, exchange)
+            larger = self._with_least_recomputation(layout, ways)
             if not larger.fits or larger.tokens_per_s < (1 + _LEAST_GAIN) * best.tokens_per_s:
                 break
             best = larger
         return best
 
-    def _with_least_recomputation(self, layout: Layout, exchange: Exchange) -> Prediction:
+    def _with_least_recomputation(self, layout: Layout, ways: _Ways) -> Prediction:
         if self.fixed.recompute is not None:
-            return self.model.predict(layout, recompute=self.fixed.recompute, exchange=exchange)
-        if self._fits(layout, exchange, "none"):
-            return self.model.predict(layout, exchange=exchange)
-        layers = self._least_layers(layout, exchange)
-        best = self.model.predict(layout, recompute="full", recompute_layers=layers, exchange=exchange)
-        if self._fits(layout, exchange, "selective"):
-            selective = self.model.predict(layout, recompute="selective", exchange=exchange)
+            return self.model.predict(layout, recompute=self.fixed.recompute, **ways._asdict())
+        if self._fits(layout, ways, "none"):
+            return self.model.predict(layout, **ways._asdict())
+        layers = self._least_layers(layout, ways)
+        best = self.model.predict(layout, recompute="full", recompute_layers=layers, **ways._asdict())
+        if self._fits(layout, ways, "selective"):
+            selective = self.model.predict(layout, recompute="selective", **ways._asdict())
             best = min(selective, best, key=lambda one: one.step_s)
         return best
 
-    def _fits(self, layout: Layout, exchange: Exchange, recompute: Recompute, layers: int | None = None) -> bool:
-        how = {"recompute": recompute, "recompute_layers": layers, "exchange": exchange}
-        return self.model.fits(self.model.memory(layout, **how))  # type: ignore[arg-type]
+    def _fits(self, layout: Layout, ways: _Ways, recompute: Recompute, layers: int | None = None) -> bool:
+        held = self.model.memory(layout, recompute=recompute, recompute_layers=layers, **ways._asdict())
+        return self.model.fits(held)
 
-    def _least_layers(self, layout: Layout, exchange: Exchange) -> int | None:
+    def _least_layers(self, layout: Layout, ways: _Ways) -> int | None:
         """Of each stage, the fewest that must be recomputed to fit; None: all, whether they fit or not."""
         stages = self.model.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
         some = range(1, max(len(stage.layers) for stage in stages))
-        found = bisect_left(some, True, key=lambda layers: self._fits(layout, exchange, "full", layers))
+        found = bisect_left(some, True, key=lambda layers: self._fits(layout, ways, "full", layers))
         return some[found] if found < len(some) else None

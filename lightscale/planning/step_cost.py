@@ -14,16 +14,20 @@ from itertools import groupby
 from typing import NamedTuple
 
 from lightscale.config.layout import Layout
-from lightscale.config.schema import Exchange, Recompute, RunConfig
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import Attention, Exchange, Recompute, RunConfig, TaskConfig
 from lightscale.kernels.operators import CostClass
-from lightscale.models.accounting import padded_vocab_size
+from lightscale.models.accounting import padded_vocab_size, parameter_shapes
 from lightscale.models.flops import training_flops_per_token
+from lightscale.parallel.optimizer_spec import MatrixSpec
+from lightscale.planning.attention_ways import attention_way
 from lightscale.planning.communication import RankGroup, all_gather_s, all_reduce_s, exchange_s
 from lightscale.planning.exchange_sizes import Summary
 from lightscale.planning.hardware import Hardware
 from lightscale.planning.memory import RankMemory, stage_memory, weight_bytes
 from lightscale.planning.prediction import Prediction, Times
 from lightscale.planning.workload import LayerWork, StageWork, Workload
+from lightscale.runs.teacher import teacher_model
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
@@ -42,8 +46,11 @@ def assumptions() -> list[str]:
         "sequence: gather and two_level block in every layer, minus the overlapped work: queries and gates, and a "
         "share of the operator; ring delays each rank behind the one before, once per pass (nothing else synchronizes "
         "the ranks), or in every bidirectional layer",
-        "softmax attention gathers all keys and values; if causal, it is as slow as the last rank, which sees "
-        "almost twice the mean number of tokens; it masks by position, without a mask matrix",
+        "softmax attention masks by position, without a mask matrix; gather: all keys and values, beside the "
+        "projection of queries; if causal, as slow as the last rank, which sees almost twice the mean number of tokens",
+        "ring: each message beside the operator's work on the block before, at the speed of the slowest link; if "
+        "causal, ranks trade half of their queries and outputs and are equally busy; all_to_all: of queries, keys, "
+        "values and outputs, keys and values beside the projection of queries",
         "pipeline: 1F1B without virtual stages; messages between stages are not overlapped",
         "data: gradients (fp32) and weights travel in buckets, overlapping the last backward and the first forward "
         "pass of a step; one bucket of each is exposed",
@@ -66,17 +73,46 @@ class CostModel:
         self.work = Workload(config.model, sequence_length)
         self.size = weight_bytes(config)
         # Whether a layout fits is asked before what it costs.
-        self._memory: dict[tuple[Layout, Recompute, int | None, Exchange], RankMemory] = {}
+        self._memory: dict[tuple[Layout, Recompute, int | None, Exchange, Attention], RankMemory] = {}
 
     @cached_property
     def _flops_per_token(self) -> float:
-        return training_flops_per_token(self.config.model, self.work.sequence_length)
+        return training_flops_per_token(self.config.model, self.work.sequence_length, teacher=self._teacher)
+
+    @cached_property
+    def _teacher(self) -> ModelConfig | None:
+        return teacher_model(self.config)
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether a layer is softmax attention, of the teacher too: then sequence ranks meet in one of several ways."""
+        works = [self.work] if self._teacher is None else [self.work, self._frozen.work]
+        return any(layer.queries for work in works for layer in work.layers)
+
+    def _teacher_times(self, layout: Layout, attention: Attention) -> Times:
+        """Forward pass of the frozen teacher on a micro-batch; its output layer counts as that of a loss."""
+        if self._teacher is None:
+            return Times()
+        (stage,) = self._frozen.work.stages(tensor=layout.tensor, pipeline=1)
+        return _MicroBatchCost(self._frozen, layout, "none", None, "gather", attention).forward(stage)
+
+    @cached_property
+    def _frozen(self) -> "CostModel":
+        """Of the teacher's run, without a teacher of its own."""
+        alone = self.config.model_copy(update={"model": self._teacher, "task": TaskConfig()})
+        return CostModel(alone, self.work.sequence_length, self.hardware)
 
     def memory(
-        self, layout: Layout, *, recompute: Recompute, recompute_layers: int | None = None, exchange: Exchange
+        self,
+        layout: Layout,
+        *,
+        recompute: Recompute,
+        recompute_layers: int | None = None,
+        exchange: Exchange,
+        attention: Attention = "gather",
     ) -> RankMemory:
         """Memory of the ranks that hold most."""
-        key = layout, recompute, recompute_layers, exchange
+        key = layout, recompute, recompute_layers, exchange, attention
         if key not in self._memory:
             stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
             # Of stages that are alike the first one has most micro-batches in flight.
@@ -90,6 +126,7 @@ class CostModel:
                     recompute=recompute,
                     recompute_layers=recompute_layers,
                     exchange=exchange,
+                    attention=attention,
                     hardware=self.hardware,
                 )
                 for stage in fullest.values()
@@ -108,9 +145,10 @@ class CostModel:
         recompute: Recompute = "none",
         recompute_layers: int | None = None,
         exchange: Exchange = "gather",
+        attention: Attention = "gather",
     ) -> Prediction:
         """Predict a step on `layout`."""
-        cost = _MicroBatchCost(self, layout, recompute, recompute_layers, exchange)
+        cost = _MicroBatchCost(self, layout, recompute, recompute_layers, exchange, attention)
         stages = self.work.stages(tensor=layout.tensor, pipeline=layout.pipeline)
         distinct = {stage.kind: stage for stage in stages}
         by_kind = {kind: (cost.forward(stage), cost.backward(stage)) for kind, stage in distinct.items()}
@@ -120,18 +158,22 @@ class CostModel:
         # stage, which waits besides while the first micro-batch comes through the others and the last gradient goes
         # back through them.
         slowest = busy.index(max(busy))
-        work = (passes[slowest][0] + passes[slowest][1]) * layout.num_microbatches
+        work = (
+            passes[slowest][0] + passes[slowest][1] + self._teacher_times(layout, attention)
+        ) * layout.num_microbatches
         data = [
             cost.data(stage, forward.busy_s, backward.busy_s)
             for stage, (forward, backward) in zip(stages, passes, strict=True)
         ]
-        memory = self.memory(layout, recompute=recompute, recompute_layers=recompute_layers, exchange=exchange)
+        how = {"recompute": recompute, "recompute_layers": recompute_layers, "exchange": exchange}
+        memory = self.memory(layout, **how, attention=attention)  # type: ignore[arg-type]
         tokens = layout.data * layout.micro_batch_size * layout.num_microbatches * self.work.sequence_length
         return Prediction(
             layout=layout,
             recompute=recompute,
             recompute_layers=recompute_layers,
             exchange=exchange,
+            attention=attention,
             sequence_length=self.work.sequence_length,
             work=work,
             bubble_s=sum(busy) - max(busy),
@@ -165,10 +207,12 @@ class _MicroBatchCost:
         recompute: Recompute,
         recompute_layers: int | None,
         exchange: Exchange,
+        attention: Attention,
     ) -> None:
         self.work, self.hw, self.size = model.work, model.hardware, model.size
-        self.optimizer = optimizer_spec(model.config.optimizer)
-        self.layout, self.exchange = layout, exchange
+        self.optimizer = optimizer_spec(model.config)
+        self.shapes = parameter_shapes(model.work.model)
+        self.layout, self.exchange, self.attention = layout, exchange, attention
         self.recompute, self.recompute_layers = recompute, recompute_layers
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
         self.hidden_size = self.work.model.hidden_size
@@ -207,11 +251,11 @@ class _MicroBatchCost:
 
     def _compute(self, layer: LayerWork) -> Times:
         hw, share = self.hw, self.tokens / self.layout.tensor
+        way = attention_way(self.attention, layer, self.layout, self.size)
         speed = {
             CostClass.SCAN: hw.scan_share,
             CostClass.GATED_SCAN: hw.scan_share / hw.gated_slowdown,
-            # Of causal attention the last rank sees most.
-            CostClass.SOFTMAX: hw.softmax_share / (2 - 1 / self.layout.sequence if layer.is_causal else 1),
+            CostClass.SOFTMAX: hw.softmax_share / (1.0 if way is None else way.busiest),
         }[layer.cost]
         return Times(
             products_s=share * layer.product_flops / (hw.peak_flops * hw.product_share),
@@ -233,13 +277,14 @@ class _MicroBatchCost:
         one_s, small_s = self._activations_s(), self._small_collectives_s(layer)
         # Gathers of inputs, and reduce-scatters of their gradients, run beside products.
         beside_s = 2 * layer.num_column_parallel * one_s
-        keys_s = self._keys_s(layer)
+        way = attention_way(self.attention, layer, self.layout, self.size)
+        keys_s, all_keys_s = (0.0, 0.0) if way is None else way.backward(self.sequence, compute.operators_s)
         return Times(
             launch_s=max(0.0, 2 * self.hw.layer_launch_us * 1e-6 - compute.busy_s),
             tensor_s=2 * one_s + max(0.0, beside_s - compute.products_s) + small_s,
             tensor_total_s=2 * one_s + beside_s + small_s,
             sequence_s=keys_s,
-            sequence_total_s=keys_s,
+            sequence_total_s=all_keys_s,
         )
 
     def _ends(self, stage: StageWork, *, backward: bool) -> Times:
@@ -287,20 +332,16 @@ class _MicroBatchCost:
         return norm_s + (all_gather_s(ranks, gate, link) if layer.gate_rank else 0.0)
 
     def _keys(self, layer: LayerWork) -> Times:
-        """The gather of keys and values, while queries are projected."""
-        all_s = self._keys_s(layer)
-        return Times(sequence_s=max(0.0, all_s - self._queries_s(layer)), sequence_total_s=all_s)
+        """What queries wait for until they have met the keys of other ranks."""
+        way = attention_way(self.attention, layer, self.layout, self.size)
+        if way is None:
+            return Times()
+        waits = way.forward(self.sequence, self._compute(layer).operators_s, self._queries_s(layer))
+        return Times(sequence_s=waits.exposed_s, sequence_total_s=waits.total_s)
 
     def _queries_s(self, layer: LayerWork) -> float:
         flops_s = self.hw.peak_flops * self.hw.product_share
         return self.tokens / self.layout.tensor * layer.query_flops / flops_s
-
-    def _keys_s(self, layer: LayerWork) -> float:
-        """The gather of keys and values of softmax attention, or the reduce-scatter of their gradients."""
-        if layer.has_state:
-            return 0.0
-        own = self.tokens * layer.gathered * self.size / self.layout.tensor
-        return all_gather_s(self.layout.sequence, own, self.sequence.collective(bulk=True))
 
     def _states(self, stage: StageWork, *, backward: bool) -> Times:
         """All exchanges of states in one pass of `stage`."""
@@ -390,6 +431,23 @@ class _MicroBatchCost:
 
     def optimizer_s(self, stage: StageWork) -> float:
         """Time of the optimizer on this rank's share, and of the global gradient norm."""
-        share = stage.parameters / self.replicas.ranks
+        spec = self.optimizer
+        traffic = sum(count * spec.step_traffic_bytes(name) for name, count in stage.held.items())
         norm_s = self.hw.collective_us * 1e-6 if self.layout.world_size > 1 else 0.0
-        return share * self.optimizer.step_traffic_bytes / self.hw.memory_bytes_s + norm_s
+        matrices_s = self._matrices_s(stage, spec) if isinstance(spec, MatrixSpec) else 0.0
+        return traffic / self.replicas.ranks / self.hw.memory_bytes_s + norm_s + matrices_s
+
+    def _matrices_s(self, stage: StageWork, spec: MatrixSpec) -> float:
+        """Time of the directions of whole matrices, which the ranks of a stage share out, and of their exchange."""
+        held = {name: count for name, count in stage.held.items() if name in spec.matrices}
+        columns = {name: shape[1] for name, shape in self.shapes.items() if name in held}
+        flops = [sum(spec.matrix_flops(*one) for one in spec.matrix_shapes(name, columns[name])) for name in held]
+        ranks = self.replicas.ranks * self.layout.tensor
+        # bf16 as elsewhere: matrices of fp32 products are for comparisons.
+        busiest = max([sum(flops) / ranks, *flops])
+        compute_s = busiest / (self.hw.peak_flops * self.hw.product_share)
+        if ranks == 1:
+            return compute_s
+        link = self.replicas.collective(bulk=True)
+        sent_bytes = spec.product_bytes * sum(held.values()) / self.replicas.ranks
+        return compute_s + 2 * (link.latency_s + sent_bytes / link.bytes_s)

@@ -1,5 +1,6 @@
 """Inputs of predictions: compute, memory and exchanges of a model's layers and stages, in numbers per token."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -9,7 +10,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import Recompute
 from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
-from lightscale.models.accounting import block_norms, rank_parameters
+from lightscale.models.accounting import block_norms, rank_parameters_by_name
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.interface import EmbeddingPartSpec
 from lightscale.models.stages import layer_stages
@@ -67,20 +68,16 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
 
 def _centered_values(model: ModelConfig) -> int:
     """Inputs of a block's LayerNorms less their mean, which take the place of the inputs and are fp32."""
-    norms = sum(name is not None for name in block_norms(model))
+    # Both kinds of blocks have as many.
+    norms = sum(name is not None for name in block_norms(model, model.layers[0]))
     return norms * model.hidden_size * (model.norm == "layernorm")
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
-    """Rotary phases, inputs of LayerNorm, and what the mixer counts, its decays among it."""
+    """Inputs of LayerNorm, and what the mixer counts, its decays among it."""
     if recompute == "full":
         return 0
-    name = model.layers[layer]
-    return (
-        model.head_dim * (mixer_operator(model, layer).cost is CostClass.SOFTMAX)
-        + mixer_spec(name).fp32_values(model, layer)
-        + _centered_values(model)
-    )
+    return mixer_spec(model.layers[layer]).fp32_values(model, layer) + _centered_values(model)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,26 +119,31 @@ class LayerWork:
     """See `MixerSpec.tail_values`."""
     gathered: int
     """See `MixerSpec.gathered_values`; 0 for a mixer with a state of constant size."""
+    queries: int
+    """See `MixerSpec.query_values`."""
+    key_heads: int
+    """See `MixerSpec.key_heads`."""
+    window: int | None
+    """See `MixerSpec.window`."""
     is_causal: bool
     """Whether tokens see no later tokens."""
 
     def kept_bytes(self, recompute: Recompute, size: int, *, gathers: bool = False) -> int:
         """Bytes of kept activations, with weights of `size` bytes; `gathers`: from other sequence ranks."""
         kept = RECOMPUTE.index(recompute)
-        # Keys and values as projected and rotated keys make way for those of all ranks, which count as exchanged.
+        # Keys and values as projected and rotated keys make way for what was exchanged, which counts as that.
         own = 3 * self.gathered // 2 if gathers and recompute != "full" else 0
         return size * (self.values[kept] - own) + _FP32_BYTES * self.fp32_values[kept]
 
-    def backward_bytes(self, size: int, *, gathered_by: int = 1) -> int:
+    def backward_bytes(self, size: int, *, attention_bytes: int = 0) -> int:
         """Peak bytes of the backward pass in addition to the activations.
 
         In the GLU: the gradients of its two halves and of the residual stream; the product's gradient replaces the
-        product. Or in attention, after the release of the GLU's activations: the gradients of keys and values of all
-        `gathered_by` ranks.
+        product. Or in attention across ranks, after the release of the GLU's activations: its `attention_bytes`.
         """
         whole, without_glu, stream = self.values
         glu = whole - without_glu
-        return size * max(2 * glu // 3 + stream, self.gathered * gathered_by - glu if gathered_by > 1 else 0)
+        return max(size * (2 * glu // 3 + stream), attention_bytes - size * glu)
 
     @property
     def product_flops(self) -> float:
@@ -159,12 +161,17 @@ class StageWork:
     """One pipeline stage, as held by each of its tensor ranks."""
 
     layers: tuple[LayerWork, ...]
-    parameters: int
-    """Number of parameters per rank."""
+    held: Mapping[str, int]
+    """Elements of each parameter per rank, by global name."""
     first: bool
     """Whether it has the embedding and the positional encoding after it."""
     last: bool
     """Whether it has the output layer."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters per rank."""
+        return sum(self.held.values())
 
     def recomputed(self, recompute: Recompute, num_layers: int | None) -> tuple[LayerWork, ...]:
         """The layers that `recompute` applies to: the first `num_layers`, or all."""
@@ -225,11 +232,11 @@ class Workload:
         """The stages of a layout, first to last."""
         key = tensor, pipeline
         if key not in self._stages:
-            held = rank_parameters(self.model, tensor=tensor, pipeline=pipeline)
+            held = rank_parameters_by_name(self.model, tensor=tensor, pipeline=pipeline)
             self._stages[key] = tuple(
                 StageWork(
                     layers=self.layers[layers.start : layers.stop],
-                    parameters=held[stage],
+                    held=held[stage],
                     first=stage == 0,
                     last=stage == pipeline - 1,
                 )
@@ -263,5 +270,11 @@ class Workload:
             carried=mixer.carried_values(model, layer) if has_state else 0,
             tail=mixer.tail_values(model, layer),
             gathered=0 if has_state else mixer.gathered_values(model, layer),
+            queries=mixer.query_values(model, layer),
+            key_heads=mixer.key_heads(model, layer),
+            # One that is no shorter than the sequence hides nothing.
+            window=window
+            if (window := mixer.window(model, layer) or self.sequence_length) < self.sequence_length
+            else None,
             is_causal=model.direction(layer) == "causal",
         )

@@ -28,6 +28,8 @@ _BEGINNINGS = frozenset({"start", "rollback"})
 _WORK = _BEGINNINGS | {
     "resume",
     "init_from",
+    "branch",
+    "teacher",
     "checkpoint",
     "weights",
     "checkpoint_failed",

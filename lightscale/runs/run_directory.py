@@ -25,11 +25,13 @@ from typing import Any, Literal, Self, get_args
 import xxhash
 
 from lightscale.config.files import difference, load, to_toml
+from lightscale.config.optimizers import length_defaults
+from lightscale.config.schedules.registry import schedule_of
 from lightscale.config.schema import RunConfig
 from lightscale.config.text import path_fault
 from lightscale.errors import UserError, shortened
 from lightscale.files import NotRegular, kind, open_regular, read_regular, sync
-from lightscale.records import MOST_LINE_BYTES, Record, newest_lines, parse_line, read_records
+from lightscale.records import MOST_LINE_BYTES, SEAL, Record, newest_lines, parse_line, read_records, seal_of, sealed
 from lightscale.runs.full_disk import MayNotWrite
 from lightscale.runs.held_directory import HeldDirectory
 
@@ -53,11 +55,15 @@ HARMLESS_KEYS: dict[str, str] = {
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
     "data.stores": "stores may move; a checkpoint has their fingerprints and weights",
     "data.validation": "changes only measurements; the store marks the sources that are never trained on",
+    "train.cuda_graphs": "the same numbers, launched in other portions",
     "train.device": "the same computation on other hardware",
     "train.micro_batch_size": "the same batch, summed in other portions",
     "train.profile_steps": "changes only the records",
     "train.validate_every": "validation changes no weight, no random state and no sample",
 }
+
+LENGTH_KEYS = ("train.steps", "train.tokens")
+"""Either one decides the length of a run."""
 
 _MOST_STATUS_BYTES = 1 << 20
 # Of a file system of its own: what mkfs, snapshots and quotas put at its root.
@@ -122,6 +128,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.tokenizer = self.path / "tokenizer"
         self.classes = self.path / "classes.json"
+        self.chat = self.path / "chat.json"
         self.profile = self.path / "profile"
         self.evaluation = self.path / "evaluation"
         self.exports = self.path / "exports"
@@ -207,8 +214,8 @@ class RunDirectory:
     def changes(self, config: RunConfig, allow: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
         """(key, value stored, value in `config`) for each difference from the configuration of this existing run.
 
-        Accepted are `HARMLESS_KEYS`, a longer run with the same learning rates so far, and keys or sections named in
-        `allow`. Other differences raise UserError with the keys and both values.
+        Accepted are `HARMLESS_KEYS`, another length with the same learning rates of the steps that are done, and keys
+        or sections named in `allow`. Other differences raise UserError with the keys and both values.
         """
         if not self.config.exists():
             raise UserError(
@@ -224,6 +231,8 @@ class RunDirectory:
         ]
         if refused:
             lines = [f"  {key}: {_json(before)} in the run, {_json(now)} now" for key, before, now in refused]
+            if any(key in LENGTH_KEYS for key, *_ in refused):
+                lines.append(f"  {self._length_fault(stored, config)}")
             raise UserError(
                 f"{self.path} holds a run with another configuration:\n" + "\n".join(lines) + "\n"
                 "Restore these values, start a new run with --run, or accept the new values at your own risk with "
@@ -268,7 +277,8 @@ class RunDirectory:
         """Replace status.json and return its content; it is on disk then."""
         self.check_held()
         value = RunStatus(status=status, reason=reason, step=step, tokens=tokens, time=timestamp())
-        write_atomically(self.status, json.dumps(dataclasses.asdict(value), indent=2) + "\n")
+        fields = dataclasses.asdict(value)
+        write_atomically(self.status, json.dumps({**fields, SEAL: seal_of(json.dumps(fields))}, indent=2) + "\n")
         return value
 
     def read_status(self) -> RunStatus | None:
@@ -382,7 +392,11 @@ class RunDirectory:
         """The status; a text: why it cannot be read; None: there is none."""
         try:
             data = read_regular(self.status, what="the status of a run", most_bytes=_MOST_STATUS_BYTES)
-            value = RunStatus(**json.loads(data.decode("utf-8")))
+            fields = json.loads(data.decode("utf-8"))
+            seal = fields.pop(SEAL, None)
+            value = RunStatus(**fields)
+            if seal is not None and seal != seal_of(json.dumps(dataclasses.asdict(value))):
+                raise ValueError(f"it differs from its hash, {SEAL}")
         except FileNotFoundError:
             return None
         except NotRegular as error:
@@ -391,7 +405,7 @@ class RunDirectory:
             raise UserError(f"{self.status} cannot be read: {error.strerror}") from None
         except UserError:
             raise
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             return f"{self.status}: not the status of a run ({error})"
         counts = (value.step, value.tokens)
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -414,19 +428,28 @@ class RunDirectory:
         return None
 
     def _is_harmless(self, key: str, stored: RunConfig, now: RunConfig) -> bool:
-        if key in ("train.steps", "train.tokens"):
-            return now.total_steps >= stored.total_steps and self._may_extend(stored)
-        return is_named(key, HARMLESS_KEYS)
+        return is_named(key, HARMLESS_KEYS) or (key in LENGTH_KEYS and self._length_fault(stored, now) is None)
 
-    def _may_extend(self, stored: RunConfig) -> bool:
-        """Whether a longer run would have had the same learning rates so far."""
-        optimizer = stored.optimizer
-        # Before its decay, WSD's rates do not depend on the length of the run; a cosine's do behind the warm-up.
-        if optimizer.schedule == "wsd":
-            # The metrics may have lost their newest lines.
-            done = max(self.progress()[0], self.newest_checkpoint())
-            return done <= stored.total_steps - (optimizer.decay_steps or 0)
-        return optimizer.schedule in ("constant", "inverse_sqrt")
+    def _length_fault(self, stored: RunConfig, now: RunConfig) -> str | None:
+        """Why the run cannot get the length of `now`: its steps would have had other learning rates or constants."""
+        # The metrics may have lost their newest lines.
+        done = max(self.progress()[0], self.newest_checkpoint())
+        for config in (stored, now):
+            fixed = schedule_of(config.optimizer).fixed_until(config.optimizer, config.total_steps)
+            if done > fixed:
+                steps = f"of {config.total_steps} steps depend on that length after step {fixed}"
+                return (
+                    f'the learning rates of optimizer.schedule = "{config.optimizer.schedule}" {steps}; {done} are done'
+                )
+        # Constants may depend on the length of the run too, as AdEMAMix's warm-up does.
+        before, after = (length_defaults(now.optimizer, one.total_steps) for one in (stored, now))
+        if done and before != after:
+            keys = ", ".join(f"optimizer.{key} = {value}" for key, value in before.items())
+            return (
+                f'constants of optimizer.name = "{now.optimizer.name}" depend on the length of the run; keep them by '
+                f"{keys} --allow-change {' '.join(f'optimizer.{key}' for key in before)}"
+            )
+        return None
 
 
 class LineWriter:
@@ -472,9 +495,9 @@ class LineWriter:
             os.write(self._file, b"\n")
 
     def write(self, value: dict[str, Any]) -> None:
-        """Append `value` in full or not at all; NaN and infinities, which JSON lacks, become null."""
+        """Append `value` with its hash, in full or not at all; NaN and infinities, which JSON lacks, become null."""
         self._directory.check()
-        data = memoryview((_json(_finite(value)) + "\n").encode())
+        data = memoryview((sealed(_json(_finite(value))) + "\n").encode())
         before = os.fstat(self._file).st_size
         try:
             while data:

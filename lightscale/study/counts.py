@@ -1,11 +1,13 @@
 """Size and cost of a cell: parameters N, tokens D, compute C, kept bytes."""
 
 from dataclasses import dataclass
+from math import prod
 
 from lightscale.config.schema import RunConfig
-from lightscale.models.accounting import EMBEDDING, parameter_terms
+from lightscale.models.accounting import EMBEDDING, parameter_shapes, parameter_terms
 from lightscale.models.flops import training_flops_per_token
 from lightscale.planning.published import study_parameters, study_training_flops
+from lightscale.runs.teacher import teacher_model
 from lightscale.study.fits.curves import PFLOP_DAY
 from lightscale.training.optimizer.registry import optimizer_spec
 
@@ -63,15 +65,17 @@ def count(config: RunConfig) -> CellCounts:
         parameters=sum(terms.values()),
         embedding=embedding,
         paper_parameters=study_parameters(model),
-        flops_per_token=training_flops_per_token(model, length),
+        flops_per_token=training_flops_per_token(model, length, teacher=teacher_model(config)),
         paper_flops_per_token=None if paper_flops is None else paper_flops / length,
         tokens_per_step=config.tokens_per_step,
         steps=config.total_steps,
-        kept_bytes=_kept_bytes(config, embedding + sum(terms.values())),
+        kept_bytes=_kept_bytes(config),
     )
 
 
-def _kept_bytes(config: RunConfig, parameters: int) -> int:
+def _kept_bytes(config: RunConfig) -> int:
+    elements = {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    parameters, spec = sum(elements.values()), optimizer_spec(config)
     checkpoint, steps = config.checkpoint, config.total_steps
     every = checkpoint.every or steps
     # The newest; the last step is always saved.
@@ -79,6 +83,6 @@ def _kept_bytes(config: RunConfig, parameters: int) -> int:
     if checkpoint.keep_every is not None:
         full += steps // checkpoint.keep_every
     weights = 0 if checkpoint.keep_weights_every is None else steps // checkpoint.keep_weights_every
-    state_bytes = _WEIGHT_BYTES + optimizer_spec(config.optimizer).state_bytes
+    full_bytes = _WEIGHT_BYTES * parameters + sum(spec.state_bytes(name) * n for name, n in elements.items())
     exports = 0 if checkpoint.export_every is None else steps // checkpoint.export_every
-    return parameters * (full * state_bytes + weights * _WEIGHT_BYTES + exports * _EXPORT_BYTES)
+    return full * full_bytes + parameters * (weights * _WEIGHT_BYTES + exports * _EXPORT_BYTES)

@@ -112,14 +112,16 @@ def smooth(
 
 def _steps(events: Sequence[_Record], lines: Iterable[_Record], tokens_per_step: int) -> _Steps:
     skipped = {(event["attempt"], event["step"]) for event in events if event["event"] == "step_skipped"}
+    # The tokens of a branch are those of its model, its seconds are its own.
+    begun = next((event["step"] for event in events if event["event"] == "branch"), 0)
     step, tokens, seconds, loss = [], [], [], []
     last, trained, passed_s = 0, 0, 0.0
     for line in kept_lines(events, lines):
         covered = range(last + 1, line["step"] + 1)
         num_skipped = sum((line["attempt"], one) in skipped for one in covered) if skipped else 0
+        passed_s += (line["step"] - max(last, begun)) * (line.get("step_s") or 0.0)
         last = line["step"]
         trained += len(covered) - num_skipped
-        passed_s += len(covered) * (line.get("step_s") or 0.0)
         value = line.get("loss")
         if value is not None and value > 0 and (line["attempt"], last) not in skipped:
             step.append(last)

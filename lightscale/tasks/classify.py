@@ -36,7 +36,7 @@ class Classify(TrainingTask):
     options = ClassifyConfig
     directions = CAUSAL | BIDIRECTIONAL
     predicts_labels = True
-    measures_accuracy = True
+    top = (1,)
 
     def __init__(self, config: ClassifyConfig) -> None:
         self.config = config
@@ -45,7 +45,7 @@ class Classify(TrainingTask):
         """Every document of ``sources`` has a label of the model's; reads them all."""
         assert model.head is not None, "checked with the configuration"
         for source in map(store.source, sources):
-            self._check_labels(store, source, model.head.num_labels)
+            check_labels(self.config.label, store, source, model.head.num_labels)
 
     def targets(self, store: TokenStore, *, validation: bool) -> "DocumentLabels":
         """The same in validation."""
@@ -54,30 +54,6 @@ class Classify(TrainingTask):
     def class_names(self, store: TokenStore) -> list[str]:
         """Those of the array of labels."""
         return store.classes.get(self.config.label, [])
-
-    def _check_labels(self, store: TokenStore, source: TokenSource, num_labels: int) -> None:
-        name, where = self.config.label, f"{store.path}, source {source.name}"
-        dtype = source.document_arrays.get(name)
-        if dtype is None:
-            names = ", ".join(source.document_arrays) or "none"
-            raise UserError(f'task.label = "{name}": {where} has no such document array; it has {names}')
-        if dtype.subdtype is not None or dtype.kind not in "iu":
-            raise UserError(
-                f'task.label = "{name}": in {where} it is {dtype}; it must hold one whole number per document'
-            )
-        for first in range(0, source.num_documents, _DOCUMENTS_AT_ONCE):
-            last = min(first + _DOCUMENTS_AT_ONCE, source.num_documents)
-            labels = source.document_values(name, first, last)
-            wrong = np.flatnonzero((labels < 0) | (labels >= num_labels))
-            if len(wrong):
-                label = int(labels[wrong[0]])
-                classes = self.class_names(store)
-                called = f" ({classes[label]})" if 0 <= label < len(classes) else ""
-                advice = f"; the store has {len(classes)} classes" if classes else ""
-                raise UserError(
-                    f"{where}: document {first + wrong[0]} has the label {label}{called}, but "
-                    f"model.head.num_labels = {num_labels} allows 0 to {num_labels - 1}{advice}"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +79,27 @@ class DocumentLabels:
     def description(self) -> str:
         """See ``Targets``."""
         return f"classify {self.array}"
+
+
+def check_labels(name: str, store: TokenStore, source: TokenSource, num_labels: int) -> None:
+    """``UserError`` unless the array ``name`` has a label below ``num_labels`` for each document of ``source``."""
+    where = f"{store.path}, source {source.name}"
+    dtype = source.document_arrays.get(name)
+    if dtype is None:
+        names = ", ".join(source.document_arrays) or "none"
+        raise UserError(f'task.label = "{name}": {where} has no such document array; it has {names}')
+    if dtype.subdtype is not None or dtype.kind not in "iu":
+        raise UserError(f'task.label = "{name}": in {where} it is {dtype}; it must hold one whole number per document')
+    for first in range(0, source.num_documents, _DOCUMENTS_AT_ONCE):
+        last = min(first + _DOCUMENTS_AT_ONCE, source.num_documents)
+        labels = source.document_values(name, first, last)
+        wrong = np.flatnonzero((labels < 0) | (labels >= num_labels))
+        if len(wrong):
+            label = int(labels[wrong[0]])
+            classes = store.classes.get(name, [])
+            called = f" ({classes[label]})" if 0 <= label < len(classes) else ""
+            advice = f"; the store has {len(classes)} classes" if classes else ""
+            raise UserError(
+                f"{where}: document {first + wrong[0]} has the label {label}{called}, but "
+                f"model.head.num_labels = {num_labels} allows 0 to {num_labels - 1}{advice}"
+            )

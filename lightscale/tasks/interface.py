@@ -8,6 +8,7 @@ from lightscale.config.mixers import Direction
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig, TaskConfig
 from lightscale.config.tasks import task_class
+from lightscale.data_pipeline.loading.images import Images
 from lightscale.data_pipeline.loading.targets import Targets
 from lightscale.data_pipeline.store.token_store import TokenStore
 
@@ -21,17 +22,21 @@ class TrainingTask(ABC):
     """Tokens that its layers can read; all mixers of a model must fit."""
     writes_text: ClassVar[bool] = False
     """Whether its models predict the next token, so they score and generate text."""
+    keeps_documents_whole: ClassVar[bool] = False
+    """Whether sequences hold whole documents: those of training, which ``data.packing`` sets, and of validation."""
     predicts_labels: ClassVar[bool] = False
     """Whether labels of documents are predicted, by ``model.head``; otherwise tokens."""
-    measures_accuracy: ClassVar[bool] = False
-    """Whether validation counts how often the most probable label is right."""
+    reads_images: ClassVar[bool] = False
+    """Whether its inputs are patches of images, not ids."""
+    top: ClassVar[tuple[int, ...]] = ()
+    """Numbers k for which validation counts how often the label is among the k most probable ones; 1: accuracy."""
 
     @abstractmethod
     def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
         """Raise ``UserError`` if the task cannot use ``sources`` of the store, or the model with its tokenizer."""
 
     @abstractmethod
-    def targets(self, store: TokenStore, *, validation: bool) -> Targets | None:
+    def targets(self, store: TokenStore, *, validation: bool) -> Targets | Images | None:
         """Factory of inputs and labels for the rows of ``store``; None: the label of a token is the next token."""
 
     def class_names(self, store: TokenStore) -> list[str]:
@@ -41,6 +46,8 @@ class TrainingTask(ABC):
 
 def task_of(config: RunConfig) -> TrainingTask:
     """Training task of a run."""
-    found = task_class(config.task.name)(config.task)
+    kind = task_class(config.task.name)
+    # Rows of images depend on the model, which has the size of patches.
+    found = kind(config.task, config.model) if kind.reads_images else kind(config.task)
     assert isinstance(found, TrainingTask), f"task {config.task.name}: {found} is no TrainingTask"
     return found

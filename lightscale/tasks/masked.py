@@ -73,7 +73,7 @@ class Masked(TrainingTask):
 
     options = MaskedConfig
     directions = BIDIRECTIONAL
-    measures_accuracy = True
+    top = (1,)
 
     def __init__(self, config: MaskedConfig) -> None:
         self.config = config

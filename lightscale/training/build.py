@@ -1,14 +1,14 @@
 """From a configuration to a model on a mesh, for training and for everything that reads checkpoints."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 
 from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
-from lightscale.models.language_model import language_model_chunks, transformer_config
-from lightscale.parallel.engine import Engine
+from lightscale.models.language_model import LanguageModel, language_model_chunks, transformer_config
+from lightscale.parallel.engine import Engine, Teaching
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.optimizer.registry import optimizer_spec
@@ -31,6 +31,8 @@ def build_engine(
     trainable: bool,
     num_sources: int = 0,
     dtype: torch.dtype | None = None,
+    teach: Teaching | None = None,
+    trained_mixers: Collection[int] | None = None,
 ) -> Engine:
     """The model of ``config`` with its initial weights, on ``mesh``.
 
@@ -40,6 +42,9 @@ def build_engine(
         num_sources: of the data; their losses are summed apart.
         dtype: of weights and activations; None: as configured. An engine in fp64, for comparisons, has
             gradients and no optimizer.
+        teach: see ``Engine``.
+        trained_mixers: layers whose mixers alone are trained, with the model's shared parts; None: all weights. The
+            loss must give the other weights no gradient.
     """
     set_default_backend(config.train.kernels)
     model = config.model
@@ -49,13 +54,18 @@ def build_engine(
     )
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
     _draw(chunks, config.train.seed, mesh)
+    if trained_mixers is not None:
+        _hold_others(chunks, trained_mixers)
     return Engine(
         chunks,
         megatron,
         mesh,
-        optimizer=optimizer_spec(config.optimizer) if trainable else None,
+        optimizer=optimizer_spec(config) if trainable else None,
         position_buckets=config.metrics.position_buckets,
         num_sources=num_sources,
+        teach=teach,
+        # A bucket with weights that get no gradient would be waited for in vain.
+        overlap=None if trained_mixers is None else False,
     )
 
 
@@ -63,6 +73,22 @@ def start_again(engine: Engine, seed: int) -> None:
     """Reset weights and optimizer of ``engine`` to those of ``build_engine``."""
     _draw(engine.chunks, seed, engine.mesh)
     engine.reset_optimizer()
+
+
+def _hold_others(chunks: Iterable[LanguageModel], layers: Collection[int]) -> None:
+    """Keep all weights but those of the mixers of ``layers`` and of shared parts as they are.
+
+    A weight without a gradient changes by weight decay alone. It stays in the optimizer, so that checkpoints and
+    exports are those of any run.
+    """
+    for chunk in chunks:
+        modules = [chunk.decoder.layers[layer].self_attention for layer in layers]
+        modules += [chunk.get_submodule(name) for name in chunk.stage_parts]
+        trained = {parameter for module in modules for parameter in module.parameters()}
+        for parameter in chunk.parameters():
+            if parameter not in trained:
+                # And in no parameter group, which may have a weight decay of its own.
+                parameter.no_weight_decay = parameter.keeps_its_values = True
 
 
 def _draw(chunks: Iterable[nn.Module], seed: int, mesh: Mesh) -> None:

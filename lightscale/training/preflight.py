@@ -71,7 +71,7 @@ def check_ranks(config: RunConfig | None, directory: Path, ranks: Agreement, loc
         results += [replace(one, ranks=(rank,)) for one in own]
     local_size = max(local_ranks) + 1
     on_gpu = bool(machines[0].gpus) and device != "cpu"
-    needs = Needs.of(config, local_ranks=local_size, num_ranks=ranks.size, on_gpu=on_gpu)
+    needs = Needs.of(config, local_ranks=local_size, num_ranks=ranks.size, on_gpu=on_gpu, are_running=True)
     limits = ranks.on_all(lambda: check_limits(needs))
     results += [replace(one, ranks=(rank,)) for rank, own in enumerate(limits) for one in own]
     results = merged(results, ranks.size)
@@ -85,11 +85,15 @@ def check_ranks(config: RunConfig | None, directory: Path, ranks: Agreement, loc
 def check_machine(config: RunConfig | None, directory: Path, processes: int | None = None) -> list[CheckResult]:
     """The quick checks of this machine alone. `processes`: ranks that will run here, if known."""
     device = "auto" if config is None else config.train.device
-    machine, ranks = Machine.read(), processes or 1
+    machine = Machine.read()
     on_gpu = bool(machine.gpus) and device != "cpu"
+    # As `lightscale train` starts them: one for each GPU, or those of one replica of the model.
+    parts = 1 if config is None else config.parallel.tensor * config.parallel.pipeline * config.parallel.sequence
+    local_ranks = processes or (len(machine.gpus) if on_gpu else parts)
+    needs = Needs.of(config, local_ranks=local_ranks, num_ranks=max(local_ranks, parts), on_gpu=on_gpu)
     return [
-        *judge_machine(machine, processes=ranks, device=device),
-        *check_limits(Needs.of(config, local_ranks=ranks, num_ranks=ranks, on_gpu=on_gpu)),
+        *judge_machine(machine, processes=processes or 1, device=device),
+        *check_limits(needs),
         *check_disk(config, directory),
     ]
 

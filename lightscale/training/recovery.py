@@ -16,17 +16,23 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
-from lightscale.data_pipeline.loading.samples import ROLLBACK_EVENT, SKIP_EVENT, recorded_skips
+from lightscale.data_pipeline.loading.samples import (
+    BRANCH_EVENT,
+    ROLLBACK_EVENT,
+    SKIP_EVENT,
+    own_skips,
+    recorded_skips,
+)
 from lightscale.errors import UserError
-from lightscale.models.conversion import Conversion
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.records import Record
 from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.beginning import kept_weights
+from lightscale.training.branch import parent_of
 from lightscale.training.build import start_again
-from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints, list_steps
+from lightscale.training.checkpoints.directories import CheckpointName, adopt, list_checkpoints, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
 from lightscale.training.checkpoints.restore import Checkpoints, LostCheckpoints, Restored
@@ -130,10 +136,15 @@ class Recovery:
         return None if changed & _DECIDE_TOKENS else self._loader.tokens_per_step
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint, or else the weights of ``train.init_from``; returns the steps done."""
+        """Load the newest whole checkpoint, or that of ``train.branch_from``, or the weights of ``train.init_from``.
+
+        Returns the steps done.
+        """
         restored = self._checkpoints.restore(self._engine, allow=self._allow)
         if restored is None:
             self._check_none_is_lost()
+            restored = self._branch_off()
+        if restored is None:
             self._start_from_weights()
         else:
             self._load(restored)
@@ -185,7 +196,8 @@ class Recovery:
         names: list[CheckpointName] = self._ranks.on_first(lambda: list_checkpoints(self._checkpoints.directory))
         # A checkpoint within the row holds good weights too, but its guard has counted skips; without any checkpoint
         # the run begins again at step 0.
-        target = max((name.step for name in names if name.contents == "full" and name.step < first), default=0)
+        full = (name.step for name in names if name.contents == "full" and name.step < first)
+        target = max(full, default=self._config.parent_steps)
         self._check_rollbacks(reason, first, target)
         # With the weights alone of steps before the row, which the run will reach again with other data.
         later = [self._checkpoints.directory / name.directory for name in names if name.step > target]
@@ -195,7 +207,8 @@ class Recovery:
         # not known, and it may have been one before the first bad loss.
         loader, journal = self._loader, self._journal
         at_tokens = target * loader.tokens_per_step
-        skip_tokens = loader.tokens - at_tokens
+        end_tokens = self._config.total_steps * loader.tokens_per_step
+        skip_tokens = loader.skips.length_back_to(at_tokens, loader.tokens, end_tokens)
         journal.event(SKIP_EVENT, at_tokens=at_tokens, skip_tokens=skip_tokens, first_step=target + 1, last_step=last)
         # The skip once more: one damaged line of the record must not bring its data back.
         skip = {"at_tokens": at_tokens, "skip_tokens": skip_tokens}
@@ -210,7 +223,8 @@ class Recovery:
         return self.resume()
 
     def _check_rollbacks(self, reason: str, first: int, target: int) -> None:
-        done, limit = len(self._recorded_skips()), self._config.guard.max_rollbacks
+        own: list[tuple[int, int]] = self._ranks.on_first(lambda: own_skips(self._directory.path))
+        done, limit = len(own), self._config.guard.max_rollbacks
         # Of all attempts together: a restart must not reset the count, or a run with bad data would never end.
         if done < limit:
             return
@@ -224,7 +238,7 @@ class Recovery:
         )
 
     def _recorded_skips(self) -> list[tuple[int, int]]:
-        """(position, length) in tokens of the data skipped so far: one for every rollback."""
+        """(position, length) in tokens of the data skipped so far: one for every rollback, also of the parent."""
         return self._ranks.on_first(lambda: recorded_skips(self._directory.path))
 
     def _load(self, restored: Restored) -> None:
@@ -251,6 +265,34 @@ class Recovery:
             self._journal.event("data_changed", step=restored.step, changes=changes)
             restored.common["data"]["fingerprint"] = current
 
+    def _branch_off(self) -> Restored | None:
+        """The checkpoint of ``train.branch_from``, read and made the run's own first one; None: it is no branch."""
+        parent = parent_of(self._config)
+        if parent is None:
+            return None
+        run, step = parent
+        source = Checkpoints(
+            run.checkpoints,
+            self._engine.mesh,
+            parts=list(self._state),
+            tokens_per_step=self._loader.tokens_per_step,
+            has_own_embedding_std=_has_own_embedding_std(self._config.model),
+        )
+        try:
+            restored = source.restore(self._engine, step=step, allow=self._allow)
+        except UserError as error:
+            raise type(error)(f'train.branch_from = "{self._config.train.branch_from}": {error}') from None
+        assert restored is not None, "the checkpoint is missing"
+        manifest = self._check_same_start(restored, BRANCH_EVENT, "branch_from")
+        events = self._ranks.on_first(lambda: read_lines(self._directory.events))
+        # Once: what the parent skips from now on is no part of a branch that has begun.
+        if not any(event["event"] == BRANCH_EVENT for event in events):
+            skips = self._ranks.on_first(lambda: recorded_skips(run.path))
+            self._journal.event(BRANCH_EVENT, parent=str(run.path), step=step, manifest=manifest, skips=skips)
+        self._journal.say(f"branching off {run.path} after step {step}")
+        self._ranks.on_first(lambda: adopt(restored.path, self._directory.checkpoints))
+        return restored
+
     def _start_from_weights(self) -> None:
         if self._config.train.init_from is None:
             return
@@ -263,7 +305,9 @@ class Recovery:
             raise UserError(f'train.init_from = "{self._config.train.init_from}": {error}') from None
         assert restored is not None, "the checkpoint is missing"
         self._check_tokenizer(restored)
-        self._check_same_start(restored, kept)
+        manifest = self._check_same_start(restored, "init_from", "init_from")
+        more = {} if kept is None else {"conversion": kept.table()}
+        self._journal.event("init_from", checkpoint=str(restored.path), manifest=manifest, **more)
         self._journal.say(f"starting from the weights of {restored.path}")
         for line in lines:
             self._journal.say(line)
@@ -279,15 +323,21 @@ class Recovery:
                 "prepared with the tokenizer of the checkpoint"
             )
 
-    def _check_same_start(self, restored: Restored, kept: Conversion | None) -> None:
-        """A run that failed before its first checkpoint starts again, and must do so from the same weights."""
+    def _check_same_start(self, restored: Restored, begun: str, field: str) -> str:
+        """A run that failed before its first checkpoint starts again, and must do so from the same state.
+
+        Args:
+            begun: the event of its first start.
+            field: of ``train``, which names the checkpoint.
+
+        Returns the hash that stands for the checkpoint.
+        """
         # The manifest has the hashes of all files: its own hash stands for the whole checkpoint, wherever it lies.
-        manifest = self._ranks.on_first(lambda: hash_file(restored.path / MANIFEST).xxh3_128)
+        manifest: str = self._ranks.on_first(lambda: hash_file(restored.path / MANIFEST).xxh3_128)
         events = self._ranks.on_first(lambda: read_lines(self._directory.events))
-        if any(event["manifest"] != manifest for event in events if event["event"] == "init_from"):
+        if any(event["manifest"] != manifest for event in events if event["event"] == begun):
             raise UserError(
-                f'train.init_from = "{self._config.train.init_from}": {restored.path} is not the checkpoint '
+                f'train.{field} = "{getattr(self._config.train, field)}": {restored.path} is not the checkpoint '
                 f"that {self._directory.path} started from; start a new run with --run"
             )
-        more = {} if kept is None else {"conversion": kept.table()}
-        self._journal.event("init_from", checkpoint=str(restored.path), manifest=manifest, **more)
+        return manifest

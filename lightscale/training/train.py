@@ -20,7 +20,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 import torch.distributed as dist
 
+from lightscale.config.schedules.registry import learning_rate
 from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.chat.recorded import template_of
 from lightscale.data_pipeline.loading.curriculum import LengthStage
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
@@ -46,12 +48,14 @@ from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.runs.metrics.registry import open_sinks
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE, RunFacts, Sink
 from lightscale.runs.run_directory import RunDirectory, Status, digest
+from lightscale.runs.teacher import computed_models, teacher_model
 from lightscale.tasks.interface import task_of
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
 from lightscale.training.checkpoints.exports import wait_for_exports
 from lightscale.training.checkpoints.random_states import seed_generators
 from lightscale.training.checkpoints.save_policy import SavePolicy
+from lightscale.training.distillation import build_teacher, record_sensitivities
 from lightscale.training.evaluation import BeginEvaluation, InTraining
 from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.health.guard import Guard
@@ -62,8 +66,7 @@ from lightscale.training.parameter_norms import ParameterNorms
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
-from lightscale.training.run_tokenizer import keep_classes, keep_tokenizer
-from lightscale.training.schedule import learning_rate
+from lightscale.training.run_tokenizer import keep_classes, keep_template, keep_tokenizer
 from lightscale.training.signals import StopSignal
 
 
@@ -82,6 +85,7 @@ def train(
     hold: Callable[[], AbstractContextManager[object]] = nullcontext,
     planned_memory_bytes: int | None = None,
     begin_evaluation: BeginEvaluation | None = None,
+    store: dist.Store | None = None,
 ) -> Status:
     """Train until the last step or a stop signal; resume from the newest intact checkpoint of ``run``.
 
@@ -94,6 +98,7 @@ def train(
         hold: locks the run for this job; rank 0 enters it as soon as the ranks have met.
         planned_memory_bytes: planned memory of this rank, shown beside the measured one.
         begin_evaluation: makes the evaluation that runs every ``evaluation.every_steps`` steps.
+        store: the store in which the ranks have met; a single rank needs none.
 
     Returns:
         ``finished`` or ``resumable``, as written to status.json.
@@ -118,8 +123,10 @@ def train(
                 rank=int(environ["RANK"]),
                 world_size=int(environ["WORLD_SIZE"]),
                 local_rank=int(environ["LOCAL_RANK"]),
+                store=store,
                 timeout_s=config.restart.collective_timeout_s,
                 exchange=parallel.exchange,
+                attention=parallel.attention,
                 ranks_per_node=parallel.ranks_per_node or int(environ["LOCAL_WORLD_SIZE"]),
                 virtual_stages=parallel.virtual_stages,
             )
@@ -180,6 +187,8 @@ class Trainer:
         self.store = open_stores(config.data)
         keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
         self.task = task_of(config)
+        chat = template_of(self.store, config.data.sources) if self.task.writes_text else None
+        keep_template(run, chat, self.journal, Agreement(mesh.control), allow)
         keep_classes(run, self.task.class_names(self.store), Agreement(mesh.control))
         # Sets from other stores have the same tokenizer.
         self.validation_targets = self.task.targets(self.store, validation=True)
@@ -190,13 +199,18 @@ class Trainer:
             index_dir=run.path / INDEX_DIR,
             targets=self.task.targets(self.store, validation=False),
         )
+        self.teacher = build_teacher(config, mesh, self.store, run, self.journal)
         self.engine = build_engine(
             config,
             mesh,
             vocab_size=self.store.tokenizer.vocab_size,
             trainable=True,
             num_sources=len(self.loader.mixture.names),
+            teach=self.teacher,
+            trained_mixers=None if self.teacher is None else self.teacher.trained_mixers,
         )
+        if config.train.cuda_graphs == "auto":
+            self.engine.capture_graphs(lambda reason: self.journal.say(f"this run has no CUDA graphs: {reason}"))
         self.guard = Guard(config.guard)
         # After the engine, which may draw from them while it is built. A checkpoint of the same layout restores them.
         seed_generators(config.train.seed, mesh.rank)
@@ -253,7 +267,11 @@ class Trainer:
 
         def wrong() -> list[Mismatch]:
             dtype = weight_dtype(config.train, mesh.device)
-            return list(check_kernels(config.model, dtype, mesh.device, tokens=tokens, tensor=mesh.tensor))
+            return [
+                one
+                for model in computed_models(config)
+                for one in check_kernels(model, dtype, mesh.device, tokens=tokens, tensor=mesh.tensor)
+            ]
 
         for rank, found in enumerate(ranks.on_all(wrong)):
             for one in found:
@@ -269,7 +287,8 @@ class Trainer:
     def run(self) -> Status:
         """Train from the current step to the last."""
         config, total = self.config, self.config.total_steps
-        flops, peak = training_flops_per_token(config.model, config.data.sequence_length), self._peak_flops()
+        length, teacher, peak = config.data.sequence_length, teacher_model(config), self._peak_flops()
+        flops = training_flops_per_token(config.model, length, teacher=teacher)
         with (
             MetricsLogger(
                 self._open_sinks(),
@@ -441,20 +460,28 @@ class Trainer:
         losses = {}
         for name, chosen in self.config.data.validation.items():
             store = self.store if chosen.store is None else TokenStore(chosen.store)
-            batches = validation_batches(
+            found = validation_batches(
                 store.source(chosen.source),
                 sequence_length=self.config.data.sequence_length,
                 num_sequences=chosen.sequences,
                 micro_batch_size=self.config.train.micro_batch_size,
                 layout=self.layout,
                 targets=self.validation_targets,
+                whole_documents=self.task.keeps_documents_whole,
+                padding_id=store.tokenizer.eot_id,
             )
-            sums = self.engine.forward_only(self._to_device(list(batches)), accuracy=self.task.measures_accuracy)
+            batches = self._to_device(list(found))
+            sums = self.engine.forward_only(batches, top=self.task.top)
             if not sums.tokens:
                 self.journal.say(f"validation set {name}: no label to predict")
                 continue
             by_position = tuple(loss / max(count, 1) for loss, count in sums.by_bucket)
-            losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position, accuracy=sums.accuracy)
+            if self.teacher is not None and self.step == self.config.total_steps:
+                record_sensitivities(
+                    self.teacher, self.engine, batches, self.journal, self.heartbeat, name=name, step=self.step
+                )
+            accuracies = dict(zip(self.task.top, sums.accuracies, strict=True))
+            losses[name] = ValidationLoss(loss=sums.mean, by_position=by_position, accuracies=accuracies)
         if losses:
             metrics.log_validation(self.step, tokens=self.loader.tokens, losses=losses)
 

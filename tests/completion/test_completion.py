@@ -163,7 +163,8 @@ def test_what_can_stand_where(engine: str, folder: Path) -> None:
     assert candidates("data", "inspect", "") == [":files"]
     assert candidates("train", "x", "data.v") == ["data.validation."]
     assert candidates("train", "x", "optimizer.schedule=") == [
-        f"optimizer.schedule={value}" for value in ("constant", "cosine", "linear", "inverse_sqrt", "wsd")
+        f"optimizer.schedule={value}"
+        for value in ("constant", "linear", "cosine", "minus_sqrt", "polynomial", "inverse_sqrt", "wsd")
     ]
     assert candidates("zebra", "") == []
     assert candidates("train", "$(touch made)", "`touch made`", "*") == []

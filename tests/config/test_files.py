@@ -13,6 +13,7 @@ from lightscale.config.fields import describe_fields, toml_value
 from lightscale.config.files import difference, load, to_toml
 from lightscale.config.layout import check_mixers
 from lightscale.config.mixers import MIXERS, reading
+from lightscale.config.optimizers import OPTIMIZERS
 from lightscale.config.schema import ParallelConfig, RunConfig
 from lightscale.errors import UserError
 from lightscale.models.specs.options import HGRN2Options, LightNetOptions, LLaMAOptions, TNLOptions
@@ -54,6 +55,9 @@ def refusal(path: Path, *overrides: str) -> str:
             "optimizer.betas = [0.9, 1.0]: must be a list of 2, each a number >= 0 and < 1",
         ),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must be a list of 2"),
+        ("optimizer.name=loin", 'optimizer.name = "loin": unknown optimizer loin; did you mean lion?'),
+        ("optimizer.alpha=1", 'unknown key optimizer.alpha; it needs optimizer.name = "ademamix"'),
+        ("optimizer.groups.a.lr=1", "unknown key optimizer.groups.a.lr; did you mean optimizer.lr?"),
         ("checkpoint.keep=1", "checkpoint.keep = 1: must be a whole number >= 2"),
         ("checkpoint.asynchronous=yes", 'checkpoint.asynchronous = "yes": must be true or false'),
         ("metrics.tensorboard=true", "unknown key metrics.tensorboard; use its new name, metrics.sinks"),
@@ -198,8 +202,7 @@ def test_missing_sections_and_keys_are_named(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text("[optimizer]\n[train]\nsteps = 1\nglobal_batch_size = 1\n", encoding="utf-8")
     assert refusal(run).split("\n") == [
-        f"{run}: the section [model] is missing; "
-        "it needs num_layers, hidden_size, num_heads, intermediate_size, vocab_size",
+        f"{run}: the section [model] is missing; it needs num_layers, hidden_size, num_heads, intermediate_size",
         f"{run}: the section [data] is missing; it needs sequence_length",
         f"{run}: optimizer.lr is missing; it must be a number > 0 and <= 100",
     ]
@@ -326,6 +329,7 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         f"model.num_layers={len(reading('causal'))}",
         *(f"model.mixer_options.{name}.rope_scaling={scaling}" for name in ("llama", "llama-local")),
         "model.tpe.modes=8",
+        "model.grid.shape=[7,9]",
     ]
     resolved = tomllib.loads(to_toml(tiny_config(*mixers)))
     # Of all tasks: it holds those of the one in use.
@@ -335,12 +339,17 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         f"model.num_layers={len(both_ways)}",
         *(f"model.mixer_options.{name}.causal=false" for name in ("lightnet", "llama-local")),
     )
-    for task in ((*MASKED, *every_bidirectional), ("task.name=classify", "model.head.num_labels=3")):
+    distill = ("task.name=distill", "task.teacher=runs/teacher@1")
+    for task in ((*MASKED, *every_bidirectional), ("task.name=classify", "model.head.num_labels=3"), distill):
         of_task = tomllib.loads(to_toml(tiny_config(*task)))
         resolved["task"] |= of_task["task"]
         resolved["model"]["mixer_options"] = of_task["model"]["mixer_options"] | resolved["model"]["mixer_options"]
         if "classify" in task[0]:
             resolved["model"]["head"] = of_task["model"]["head"]
+    for name in OPTIMIZERS:
+        keys = (f"optimizer.name={name}", "optimizer.groups.v.parameters=['*']")
+        resolved["optimizer"] |= tomllib.loads(to_toml(tiny_config(*keys)))["optimizer"]
+    resolved["model"]["patches"] = tomllib.loads(to_toml(load("vit-digits")))["model"]["patches"]
     of_stores = tomllib.loads(to_toml(tiny_config("data.store=none", "data.stores={v={path='a b', weight=0.5}}")))
     resolved["data"]["stores"] = of_stores["data"]["stores"]
     for field in describe_fields():
@@ -357,8 +366,15 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
     ("overrides", "words"),
     [
         (["task.name=maskd"], 'task.name = "maskd": unknown task maskd; did you mean masked?'),
-        (["task.name=3"], "task.name = 3: unknown task 3; known: causal, masked, classify"),
+        (
+            ["task.name=3"],
+            "task.name = 3: unknown task 3; known: causal, masked, classify, classify-image, distill, sft",
+        ),
         (["task.mlm_probability=0.3"], 'unknown key task.mlm_probability; it needs task.name = "masked"'),
+        (
+            ["task.name=sft"],
+            'data.packing = "concat" cuts documents, but task.name = "sft" learns from whole ones; use',
+        ),
         ([*MASKED, "task.mlm_probabilit=0.3"], "unknown key task.mlm_probabilit; did you mean task.mlm_probability?"),
         ([*MASKED, "task.zebra=1"], "unknown key task.zebra; [task] has name, mlm_probability"),
         ([*MASKED, "task.mlm_probability=0.0"], "task.mlm_probability = 0.0: must be a number > 0 and <= 1"),

@@ -191,6 +191,24 @@ def test_data_axis_takes_the_rest_of_the_processes(
             12,
         ),
         (
+            ["parallel.sequence=8", "model.mixer=llama", "parallel.attention=all_to_all"],
+            8,
+            ['parallel.attention = "all_to_all"', "model.num_heads = 4", "parallel.sequence = 8"],
+            "parallel.attention=ring",
+            8,
+        ),
+        (
+            [
+                *("parallel.sequence=3", "data.sequence_length=66", "parallel.attention=all_to_all"),
+                *("model.mixer=llama-local", "model.num_heads=12", "model.hidden_size=48"),
+                "model.mixer_options.llama-local.num_key_value_heads=2",
+            ],
+            3,
+            ["model.mixer_options.llama-local.num_key_value_heads = 2", "parallel.sequence = 3", "neither divides"],
+            "parallel.attention=ring",
+            3,
+        ),
+        (
             ["parallel.pipeline=5"],
             5,
             ["model.num_layers = 4", "parallel.pipeline = 5", "use parallel.pipeline = 4"],

@@ -16,9 +16,14 @@ ON_SLURM = "slurm"
 NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem not in ("index", ON_SLURM))
 
 
+# Ten minutes of training alone.
+SLOW = ("answers",)
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in NAMES]
+
+
 @pytest.mark.long
-@pytest.mark.timeout(900)  # trainings of several processes, on a machine that may be busy
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.timeout(1800)  # trainings of several processes, on a machine that may be busy
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_page(name: str, tmp_path: Path) -> None:
     # Packages go to a folder of the test, and not to the environment that the tests run in.
     site = tmp_path / "site"

@@ -226,6 +226,12 @@ def test_the_card_says_what_was_trained(own_run: Callable[[str], Path], tmp_path
     for part in ("3, 1,152", "3.2500 (step 2)", "validation loss, held | 3.5000 (step 3)", "trust_remote_code=True"):
         assert part in card
     assert "1.0000" not in card
+    front, heading = card.split("---\n")[1:3]
+    assert front == "library_name: transformers\npipeline_tag: text-generation\ntags: [lightscale, linear-attention]\n"
+    assert heading.startswith("\n# tnl")
+    assert "\n| | |\n|---|---|\n| task |" in card
+    # Quotation marks of the source are no part of the text.
+    assert '"' not in card.replace('("Once upon a time", return_tensors="pt")', "").partition("```")[0]
 
 
 def test_an_interruption_leaves_nothing_that_looks_whole(
@@ -311,7 +317,7 @@ def only_a_pickle(to: Path) -> None:
         (lambda to: shorten(files(to)[-1]), "copy the file again"),
         (
             lambda to: edit(to, model_type="gpt2"),
-            r"model_type = 'gpt2'; use lightscale, llama, mistral, .* or phi3",
+            r"model_type = 'gpt2'; use lightscale, llama, mistral, .* or olmo_hybrid",
         ),
         (lambda to: edit(to, mixers=["tnl", "retnet"]), "unknown mixer 'retnet'"),
         (lambda to: edit(to, forms={"hgrn2": {}}), "forms.hgrn2 is not one of the model's mixers, tnl"),

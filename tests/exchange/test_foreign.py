@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,12 @@ from lightscale.config.files import load
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
 from lightscale.exchange.export import export
+from lightscale.exchange.export_reader import open_export
+from lightscale.exchange.files.own_classes import own_type
 from lightscale.exchange.files.tokenizer_files import write_tokenizer
 from lightscale.exchange.files.weights import exported_tensors
 from lightscale.exchange.imported import import_model
+from lightscale.exchange.plain.softmax_mixer import RopeScaling
 from lightscale.models.accounting import parameter_terms
 from lightscale.training.checkpoints.reader import verify
 
@@ -43,7 +47,7 @@ LLAMA_3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 1": ("Llama", {"tie_word_embeddings": False}),
     "llama 3": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA_3}),
@@ -109,7 +113,50 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 20,
         },
     ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "layer_types": [LINEAR, FULL],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "layer_types": [LINEAR, FULL],
+            "attention_bias": True,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 0,
+        },
+    ),
+    "olmo hybrid": (
+        "OlmoHybrid",
+        {"num_key_value_heads": 4, "layer_types": [FULL, LINEAR], "rope_parameters": {"rope_theta": None}},
+    ),
+    "olmo hybrid, positions": (
+        "OlmoHybrid",
+        {
+            "rope_parameters": YARN,
+            "linear_allow_neg_eigval": False,
+            "linear_value_head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
+HYBRIDS = ("qwen3.5", "qwen3-next", "olmo hybrid", "olmo hybrid, positions")
 IDS, ROWS, TOKENS = 264, 280, 50
 """Ids of the tokenizer, rows of the embedding, tokens of a text."""
 
@@ -122,13 +169,16 @@ def exact(theirs: Any) -> None:
     """Let a model of transformers, whose norms and angles are fp32 whatever its weights are, compute in fp64."""
     theirs.double()
     for module in theirs.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        # Those of hybrids have `.float()`, which is patched.
+        if type(module).__name__.endswith("RMSNorm") and not type(module).__name__.startswith(("Qwen3Next", "Qwen3_5")):
             gemma = type(module).__name__.startswith("Gemma")
             eps, weight = module.eps if gemma else module.variance_epsilon, module.weight
             module.forward = lambda x, eps=eps, one=int(gemma), weight=weight: torch.rms_norm(
                 x, x.shape[-1:], one + weight, eps
             )
     config, rotary = theirs.config, theirs.model.rotary_emb
+    if rotary is None:
+        return
     width = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
     tables = config.rope_parameters if FULL in config.rope_parameters else {None: config.rope_parameters}
     angles = {kind: angles_of(rotary, kind, width, table) for kind, table in tables.items()}
@@ -156,8 +206,47 @@ def in_their_dtype(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -
     return x.softmax(dim=dim)
 
 
+def by_head(gradient: Tensor, widths: dict[str, int], heads: int = 8) -> dict[str, Tensor]:
+    """Parts of a tensor in which the rows of a head stand together."""
+    parts = gradient.unflatten(0, (heads, -1)).split(list(widths.values()), dim=1)
+    return {own: part.flatten(0, 1) for own, part in zip(widths, parts, strict=True)}
+
+
+def split_hybrid(name: str, gradient: Tensor) -> dict[str, Tensor]:
+    """A tensor of a hybrid, by the plain model's names. Qwen3-Next has 16 heads of values, of 6 channels."""
+    where, _, own = name.rpartition("linear_attn.")
+    if not where:
+        if "self_attn.q_proj" in name and len(gradient) > 64:
+            kind, width = name.rpartition(".")[2], len(gradient) // 16
+            parts = by_head(gradient, {"q_proj": width, "gate_proj": width})
+            return {name.replace(f"q_proj.{kind}", f"{part}.{kind}"): x for part, x in parts.items()}
+        return {name: gradient}
+    match own:
+        case "in_proj_qkvz.weight":
+            parts = by_head(
+                gradient, {"q_proj.weight": 8, "k_proj.weight": 8, "v_proj.weight": 12, "gate_proj.weight": 12}
+            )
+        case "in_proj_ba.weight":
+            parts = by_head(gradient, {"b_proj.weight": 2, "f_proj.weight": 2})
+        case "in_proj_qkv.weight" | "conv1d.weight":
+            keys = {208: 80, 224: 64, 192: 48}[len(gradient)]
+            pieces = gradient.squeeze(1).split([keys, keys, len(gradient) - 2 * keys])
+            parts = {
+                f"{one}_{'conv' if own[0] == 'c' else 'proj.weight'}": x for one, x in zip("qkv", pieces, strict=True)
+            }
+        case _:
+            others = {"in_proj_z": "gate_proj", "in_proj_b": "b_proj", "in_proj_a": "f_proj", "out_proj": "o_proj"}
+            others |= {"a_proj": "f_proj", "g_proj": "gate_proj"}
+            module, _, kind = own.rpartition(".")
+            usual = f"{others.get(module, module)}.{kind}" if module else kind
+            parts = {"o_norm" if module.endswith("norm") else usual: gradient}
+    return {f"{where}self_attn.{part}": x for part, x in parts.items()}
+
+
 def split(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without fused tensors: of Phi-3, with half as many heads of keys, and of values, as of queries."""
+    if any("linear_attn" in name for name in gradients):
+        return {own: part for name, whole in gradients.items() for own, part in split_hybrid(name, whole).items()}
     found = dict(gradients)
     for name, gradient in gradients.items():
         if "qkv_proj" in name:
@@ -190,7 +279,7 @@ def foreign(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
     sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ROWS - 1)
     ids, weights = ids_and_weights()
     for name, (kind, more) in FOREIGN.items():
-        config = getattr(transformers, f"{kind}Config")(
+        config = getattr(transformers, {"Qwen3_5": "Qwen3_5TextConfig"}.get(kind, f"{kind}Config"))(
             vocab_size=ROWS, max_position_embeddings=128, **{**sizes, **more}
         )
         torch.manual_seed(1)
@@ -203,6 +292,10 @@ def foreign(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> tupl
         exact(theirs)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.nn.functional, "softmax", in_their_dtype)
+            if name in HYBRIDS:
+                # They cast to fp32 in many places.
+                patch.setattr(torch, "float32", torch.float64)
+                patch.setattr(Tensor, "float", Tensor.double)
             logits = theirs(ids).logits[..., :IDS]
         (logits.softmax(dim=-1) * weights).sum().backward()
         gradients = split({own: weight.grad for own, weight in theirs.named_parameters()})
@@ -292,16 +385,22 @@ def test_an_imported_run_is_exported_as_it_came(
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to", output_loading_info=True)
     assert not any(info.values()), info
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
-    assert type(model) is type(theirs)
-    before, after = theirs.state_dict(), model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(tensor.equal(before[key][: len(tensor)]) for key, tensor in after.items())
+    if name == "qwen3-next":
+        # Without experts it is Qwen3.5, whose tensors are cut otherwise.
+        assert type(model) is transformers.Qwen3_5ForCausalLM
+        again = dict(lightscale.load(tmp_path / "to").module.named_parameters())
+        assert all(x.equal(again[own]) for own, x in lightscale.load(folder / name).module.named_parameters())
+    else:
+        assert type(model) is type(theirs)
+        before, after = theirs.state_dict(), model.state_dict()
+        assert before.keys() == after.keys()
+        assert all(tensor.equal(before[key][: len(tensor)]) for key, tensor in after.items())
     ids = ids_and_weights()[0]
     with torch.no_grad():
         assert model(ids).logits.equal(theirs(ids).logits[..., :IDS])
 
 
-@pytest.mark.parametrize("name", ["olmo3", "gemma2", "phi3"])
+@pytest.mark.parametrize("name", ["olmo3", "gemma2", "phi3", "qwen3-next", "olmo hybrid"])
 def test_sharded_files_of_half_precision_are_read(
     transformers: Any, foreign: tuple[Path, dict[str, Any]], tmp_path: Path, name: str
 ) -> None:
@@ -313,7 +412,10 @@ def test_sharded_files_of_half_precision_are_read(
     found = dict(lightscale.load(to, dtype=torch.float64).module.named_parameters())
     whole = dict(lightscale.load(foreign[0] / name).module.named_parameters())
     assert found.keys() == whole.keys()
-    assert all(weight.equal(whole[own].bfloat16().double()) for own, weight in found.items())
+    for own, weight in found.items():
+        # Of OLMo Hybrid transformers keeps them in fp32.
+        is_wide = name == "olmo hybrid" and own.endswith("A_log")
+        assert weight.equal((whole[own] if is_wide else whole[own].bfloat16()).double()), own
     import_model(to, tmp_path / "run")
     again = dict(lightscale.load(tmp_path / "run", dtype=torch.float64).module.named_parameters())
     assert all(weight.equal(again[own]) for own, weight in found.items())
@@ -340,6 +442,46 @@ def test_older_forms_are_read(foreign: tuple[Path, dict[str, Any]], tmp_path: Pa
     assert lightscale.load(to).logits(ids).equal(lightscale.load(foreign[0] / "llama 3").logits(ids))
 
 
+def test_missing_keys_of_hybrids_have_the_defaults_of_transformers(
+    foreign: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    name = "olmo hybrid, positions"
+    absent = dict.fromkeys(("layer_types", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"))
+    to, ids = edited(foreign[0], name, tmp_path / "to", **absent), ids_and_weights()[0]
+    assert lightscale.load(to).logits(ids).equal(lightscale.load(foreign[0] / name).logits(ids))
+
+
+def test_names_and_cuts_of_hybrids_are_those_of_any_file(
+    transformers: Any, foreign: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Convolutions of queries, keys and values apart, as in published files and exports; whole, as in transformers."""
+    name, layer, ids = "olmo hybrid", "model.layers.1.", ids_and_weights()[0]
+    expected = lightscale.load(foreign[0] / name).logits(ids)
+    export(choose_run(foreign[0] / f"{name} run"), tmp_path / "export", dtype="fp32")
+    written = safetensors.load_file(tmp_path / "export" / "model.safetensors")
+    rows = [len(written[f"{layer}linear_attn.{one}_conv1d.weight"]) for one in "qkv"]
+    assert rows == [48, 48, 96]
+    # transformers itself saves thirds.
+    saved = safetensors.load_file(foreign[0] / name / "model.safetensors")
+    assert len(saved[f"{layer}linear_attn.q_conv1d.weight"]) == 64
+    assert written.keys() - saved.keys() == {"model.layers.0.post_attention_layernorm.weight"}
+    assert lightscale.load(tmp_path / "export").logits(ids).equal(expected)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(foreign[0] / name)
+    whole = edited(foreign[0], name, tmp_path / "whole")
+    tensors = {own: tensor.contiguous() for own, tensor in theirs.state_dict().items()}
+    assert f"{layer}linear_attn.conv1d.weight" in tensors
+    safetensors.save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+    assert lightscale.load(whole).logits(ids).equal(expected)
+
+
+def test_no_class_has_scaled_positions_on_some_channels(foreign: tuple[Path, dict[str, Any]]) -> None:
+    """Phi-3 would refuse them; such an export has code of its own."""
+    shape = open_export(foreign[0] / "phi3").shape
+    assert own_type(shape) == "phi3"
+    scaling = RopeScaling(rope_type="linear", factor=2.0)
+    assert own_type(replace(shape, attention=replace(shape.attention, rope_scaling=scaling))) is None
+
+
 SCALING = {**LLAMA_3, "factor": 4.0}
 
 
@@ -358,7 +500,13 @@ SCALING = {**LLAMA_3, "factor": 4.0}
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
         ("phi3", {"num_key_value_heads": 2}, "is of another model: model.layers.0.self_attn.qkv_proj.weight is"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type = 'longrope'"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "rope_parameters.rope_type = 'longrope': its angles depend on the length of each text",
+        ),
+        ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_scaling.type = 'su': its angles"),
+        ("phi3", {"rope_parameters": YARN}, "rope_type = 'yarn'"),
         ("llama 3", {"rope_parameters": {**SCALING, "rope_type": "longrope"}}, r"rope_type = 'longrope'.*llama3"),
         ("llama 3", {"rope_parameters": {"full_attention": LLAMA_3}}, "full_attention"),
         (
@@ -372,7 +520,16 @@ SCALING = {**LLAMA_3, "factor": 4.0}
         ("llama 3", {"head_dim": 7}, "heads of 7 channels"),
         ("llama 3", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama 3", {"tie_word_embeddings": True}, "lm_head.weight is in the file, but not in the model"),
-        ("qwen2", {"model_type": "gpt2"}, "'gpt2'; use lightscale, llama, mistral, .*gemma2 or phi3"),
+        ("qwen2", {"model_type": "gpt2"}, "'gpt2'; use lightscale, llama, mistral, .*phi3, .* or olmo_hybrid"),
+        ("qwen3-next", {"num_experts": 4}, "num_experts = 4: layer 0 has experts; use a model without experts"),
+        ("qwen3-next", {"num_experts": None}, "num_experts = 512: layer 0 has experts"),
+        ("qwen3-next", {"num_experts": 4, "mlp_only_layers": [0]}, "layer 1 has experts"),
+        ("qwen3-next", {"linear_num_key_heads": 4}, "linear_num_key_heads = 4 and num_attention_heads = 8"),
+        ("qwen3.5", {"linear_num_value_heads": 12}, "linear_num_value_heads = 12 is not a multiple of 8"),
+        ("qwen3.5", {"linear_key_head_dim": 8}, "is of another model: model.layers.0.linear_attn"),
+        ("olmo hybrid", {"linear_value_head_dim": 8}, "is of another model: model.layers.1.linear_attn"),
+        ("olmo hybrid", {"rope_parameters": {"rope_theta": 0}}, "rope_theta"),
+        ("qwen3.5", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'"),
     ],
 )
 def test_what_is_not_computed_is_refused(

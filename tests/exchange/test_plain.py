@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixer": "llama",
         "tie_word_embeddings": False,
         "norm": "rmsnorm",
+        "norm_eps": 1e-3,
         "mixer_options": {"llama": forms.GROUPED},
     },
     "softmax": {

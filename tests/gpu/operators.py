@@ -17,6 +17,7 @@ from lightscale.kernels.common.angles import angles_of
 from lightscale.kernels.common.backends import implementation
 from lightscale.kernels.cross_entropy import linear_cross_entropy
 from lightscale.kernels.delta_rule import delta_rule
+from lightscale.kernels.forget_gate import forget_gate
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention, lightnet_noncausal
@@ -298,6 +299,18 @@ def _glu(activation: str) -> Case:
     )
 
 
+def _forget_gate_draw(draw: Draw) -> dict[str, Tensor]:
+    """Gates at both ends, with bounds and, in every second channel, none."""
+    x = draw.shape
+    bound = torch.sigmoid(draw.wide(x.heads, x.K)) * (torch.arange(x.K, device=draw.device) % 2)
+    return {"logits": 4 * draw(x.rows, x.tokens, x.heads, x.K), "bound": bound}
+
+
+def _forget_gate(backend: str, cu_seqlens: None, logits: Tensor, bound: Tensor) -> dict[str, Tensor]:
+    log_decay, k = forget_gate(logits, bound, logits.dtype, backend=backend)
+    return {"log_decay": log_decay, "k": k}
+
+
 def _cross_entropy_draw(draw: Draw) -> dict[str, Tensor]:
     """K channels, V ids of which three are padding; weights as a model has them at first."""
     x = draw.shape
@@ -526,6 +539,12 @@ OPERATORS = MIXERS | {
     "glu silu": _glu("silu"),
     "glu sigmoid": _glu("sigmoid"),
     "glu gelu_tanh": _glu("gelu_tanh"),
+    "forget gate": Case(
+        operator="forget_gate",
+        draw=_forget_gate_draw,
+        form=_forget_gate,
+        by_token=("logits", "log_decay", "k"),
+    ),
     "cross entropy": Case(
         operator="cross_entropy",
         draw=_cross_entropy_draw,

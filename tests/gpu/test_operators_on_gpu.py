@@ -50,6 +50,7 @@ CASES = [
     *((name, HALF, width, 0, False) for name in ("glu", "glu silu", "glu sigmoid") for width in GLU_WIDTHS),
     *(("glu gelu_tanh", HALF, width, 0, False) for width in GLU_WIDTHS),
     ("glu silu", FULL, 1000, 0, False),
+    *(("forget gate", dtype, width, 0, False) for dtype in (HALF, FULL) for width in (128, 80)),
     ("cross entropy", HALF, 512, 100_280, False),
     ("cross entropy", HALF, 2048, 100_280, False),
     ("cross entropy", FULL, 512, 5003, False),
@@ -98,6 +99,7 @@ def test_any_length_in_bf16(name: str, tokens: int, record_property: Callable[[s
         ("norm", 1, 2064, 0),
         ("gated norm", 1, 2064, 0),
         ("glu silu", 1, 1032, 0),
+        ("forget gate", 17, 128, 0),
         ("cross entropy", 1, 2064, 512),
     ],
 )

@@ -8,10 +8,9 @@ import json
 import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,17 +21,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from lightscale.kernels.common import backends
 from lightscale.kernels.common.angles import Angles
 from lightscale.kernels.common.backends import implementation
-from lightscale.kernels.common.triton import launch, segments
+from lightscale.kernels.common.triton import segments
+from lightscale.kernels.common.triton.tracing import KernelLaunch, traced
 from lightscale.kernels.lightnet import LightNetState
 from lightscale.kernels.lightnet.triton.segments import fold as fold_lightnet
 from lightscale.kernels.norm import triton as norm_launches
@@ -52,68 +48,30 @@ _MULTIPROCESSORS = 1024
 _ON_HOST = ("relation", "lightnet_noncausal")
 
 
-@cache
-def _binder(kernel: Any) -> Callable[..., tuple[dict[str, Any], list[tuple[str, Any]], dict[str, Any]]]:
-    """What Triton itself calls at a launch to name the types of arguments."""
-    return create_function_from_signature(kernel.signature, kernel.params, _BACKEND)
+def ttir(one: KernelLaunch) -> str:
+    """Triton's intermediate representation of a launch's kernel."""
+    bound, found, options = one.bound(debug=False)
+    every = {**one.options, "debug": False}
+    parsed, signature, constants, attributes = one.kernel._pack_args(_BACKEND, every, bound, found, options)
+    context = ir.context()
+    ir.load_dialects(context)
+    _BACKEND.load_dialects(context)
+    source = ASTSource(one.kernel, signature, constants, attributes)
+    parts = _BACKEND.get_codegen_implementation(parsed), _BACKEND.get_module_map(), context
+    module = type(_BACKEND).make_ttir(source.make_ir(_TARGET, parsed, *parts), {}, parsed, 90)
+    return module.str_nodebug()  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a kernel."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    words: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The kernel's, with its operator's."""
-        return f"{self.kernel.__module__.removeprefix('lightscale.kernels.')}.{self.kernel.__name__}"
-
-    def specialised(self) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-        """Arguments by name; type and specialisation of each, of which Triton makes the key of a compiled variant."""
-        bound, specialisation, _ = _binder(self.kernel)(*self.words, **self.options)
-        return bound, specialisation
-
-    def wrapped_indices(self, loaded: tuple[int, int]) -> list[str]:
-        """See ``index_ranges.wrapped_indices``."""
-        bound, found = self.specialised()
-        given = [value for value, (kind, _) in zip(bound.values(), found, strict=True) if kind != "constexpr"]
-        return index_ranges.wrapped_indices(self._ttir(), self.grid, given, loaded)  # type: ignore[no-any-return]
-
-    def _ttir(self) -> str:
-        every = {**self.options, "debug": False}
-        bound, found, options = _binder(self.kernel)(*self.words, **every)
-        parsed, signature, constants, attributes = self.kernel._pack_args(_BACKEND, every, bound, found, options)
-        context = ir.context()
-        ir.load_dialects(context)
-        _BACKEND.load_dialects(context)
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        parts = _BACKEND.get_codegen_implementation(parsed), _BACKEND.get_module_map(), context
-        module = type(_BACKEND).make_ttir(source.make_ir(_TARGET, parsed, *parts), {}, parsed, 90)
-        return module.str_nodebug()  # type: ignore[no-any-return]
-
-
-class _Launching(TorchDispatchMode):
-    """Operators that hold launches are run: on this device PyTorch would take what they registered as fakes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "lightscale":
-            with self:
-                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def wraps_in(one: KernelLaunch, loaded: tuple[int, int]) -> list[str]:
+    """See ``index_ranges.wrapped_indices``."""
+    bound, found = one.specialised()
+    given = [value for value, (kind, _) in zip(bound.values(), found, strict=True) if kind != "constexpr"]
+    return index_ranges.wrapped_indices(ttir(one), one.grid, given, loaded)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded() -> Iterator[list[KernelLaunch]]:
     """What is launched inside."""
-    found: list[Launch] = []
-
-    def note(kernel: Any, *words: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        assert not callable(grid), f"{kernel.__name__}: a grid that depends on tuned constants"
-        found.append(Launch(kernel, tuple(grid), words, options))
 
     def last_band(first: Tensor, end: Tensor) -> Iterator[Band]:
         tokens = first.size(1)
@@ -125,21 +83,14 @@ def recorded() -> Iterator[list[Launch]]:
     def drawn(*sizes: int, generator: Any, **options: Any) -> Tensor:
         return randn(*sizes, **options)
 
-    with ExitStack() as stack:
-        for place, name, value in (
-            (JITFunction, "run", note),
-            (backends, "_interpreting", lambda: True),
-            (launch, "num_multiprocessors", lambda device: _MULTIPROCESSORS),
-            # There are as many as the square of the length makes.
-            (relation_launches, "bands", last_band),
-            # Neither has a form for this device, and nothing is drawn or cast there.
-            (torch, "Generator", _NoGenerator),
-            (torch, "randn", drawn),
-            (torch, "autocast", lambda *_, **__: nullcontext()),
-            (torch, "get_autocast_dtype", lambda device: torch.bfloat16),
-        ):
-            stack.enter_context(mock.patch.object(place, name, value))
-        stack.enter_context(_Launching())
+    with (
+        # There are as many as the square of the length makes.
+        mock.patch.object(relation_launches, "bands", last_band),
+        # Neither has a form for this device, and nothing is drawn there.
+        mock.patch.object(torch, "Generator", _NoGenerator),
+        mock.patch.object(torch, "randn", drawn),
+        traced(_MULTIPROCESSORS) as found,
+    ):
         yield found
 
 
@@ -170,7 +121,7 @@ class Batch:
         return edges if operator in _ON_HOST else edges.to("meta")
 
 
-def of_operators(batch: Batch, dtype: torch.dtype, found: list[Launch]) -> dict[str, list[Launch]]:
+def of_operators(batch: Batch, dtype: torch.dtype, found: list[KernelLaunch]) -> dict[str, list[KernelLaunch]]:
     """Launches of every operator, forward and backward, by the operator's case; ``found`` is what ``recorded`` gave."""
     launches = {}
     for name, case in operators.OPERATORS.items():
@@ -181,7 +132,7 @@ def of_operators(batch: Batch, dtype: torch.dtype, found: list[Launch]) -> dict[
     return launches
 
 
-def of_passes(batch: Batch, dtype: torch.dtype, found: list[Launch]) -> list[Launch]:
+def of_passes(batch: Batch, dtype: torch.dtype, found: list[KernelLaunch]) -> list[KernelLaunch]:
     """Launches of the passes with states, of the folds of states, and of a token of generation of each row."""
     found.clear()
     for name, case in operators.OPERATORS.items():
@@ -239,20 +190,22 @@ _WIDTH = 128
 _SEGMENTS = 1024
 
 
-def wrapped_indices(launches: Sequence[Launch], loaded: tuple[int, int], *, every_form: bool) -> dict[str, list[str]]:
+def wrapped_indices(
+    launches: Sequence[KernelLaunch], loaded: tuple[int, int], *, every_form: bool
+) -> dict[str, list[str]]:
     """By kernel: of the launch that gives it the most tensors, or of one launch in each form."""
-    forms: dict[str, dict[str, Launch]] = {}
+    forms: dict[str, dict[str, KernelLaunch]] = {}
     for one in sorted(launches, key=lambda one: -sum(isinstance(word, Tensor) for word in one.words)):
         of_kernel = forms.setdefault(one.name, {})
         if every_form or not of_kernel:
             of_kernel.setdefault(str(one.specialised()[1]), one)
     return {
-        name: [fault for one in of_kernel.values() for fault in one.wrapped_indices(loaded)]
+        name: [fault for one in of_kernel.values() for fault in wraps_in(one, loaded)]
         for name, of_kernel in forms.items()
     }
 
 
-def variants(batches: Sequence[dict[str, list[Launch]]]) -> dict[str, dict[str, Any]]:
+def variants(batches: Sequence[dict[str, list[KernelLaunch]]]) -> dict[str, dict[str, Any]]:
     """By operator and kernel: compiled variants of one batch, of all batches, and integers of more than one type."""
     keys: dict[str, list[set[tuple[tuple[str, str], ...]]]] = {}
     for batch in batches:
@@ -287,26 +240,26 @@ def main(what: str) -> None:
     print(json.dumps(answer))
 
 
-def _sizes(found: list[Launch], *, every_form: bool) -> dict[str, Any]:
+def _sizes(found: list[KernelLaunch], *, every_form: bool) -> dict[str, Any]:
     """Grids, and indices that may wrap, of 4M tokens and 64 heads of 128 as one row, and as rows of 32 tokens."""
     one_row = Batch(tokens=2**22, heads=64, document=2**12)
     rows = Batch(rows=2**17, tokens=2**5, heads=64, document=2**5)
     long, short = (_every(batch, found) for batch in (one_row, rows))
-    wraps = Launch(seeded, (2**22,), (torch.empty(2**35, device="meta"), 2**13), {})
+    wraps = KernelLaunch(seeded, (2**22,), (torch.empty(2**35, device="meta"), 2**13), {})
     return {
         "grids": [[one.name, *one.grid] for one in (*long, *short)],
         "elements": max(x.numel() for one in long for x in one.words if isinstance(x, Tensor)),
         "wrapped": wrapped_indices(long, (-1, 2**22), every_form=every_form),
-        "seeded": wraps.wrapped_indices((0, 0)),
+        "seeded": wraps_in(wraps, (0, 0)),
     }
 
 
-def _every(batch: Batch, found: list[Launch]) -> list[Launch]:
+def _every(batch: Batch, found: list[KernelLaunch]) -> list[KernelLaunch]:
     launches = of_operators(batch, torch.bfloat16, found).values()
     return [*chain.from_iterable(launches), *of_passes(batch, torch.bfloat16, found)]
 
 
-def _variants(found: list[Launch], batches: int) -> dict[str, Any]:
+def _variants(found: list[KernelLaunch], batches: int) -> dict[str, Any]:
     """Of batches of random lengths and documents; the first two are cut into one split and into several."""
     source = random.Random(0)
     lengths = [100, 2000, *(source.randint(40, 2000) for _ in range(batches - 2))]

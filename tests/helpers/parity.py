@@ -17,12 +17,12 @@ from torch import Tensor
 from lightscale.config.files import load
 from lightscale.config.mixers import reading
 from lightscale.config.model import ModelConfig
+from lightscale.config.schedules.registry import learning_rate
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, shard
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.optimizer.adamw import AdamW
-from lightscale.training.schedule import learning_rate
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
 MicroBatch, named, whole, error = tiny.MicroBatch, tiny.named, tiny.whole, tiny.error
@@ -121,6 +121,18 @@ PRINTED: dict[str, dict[str, Any]] = {
         "mixer": "lightnet",
         "mixer_options": {"lightnet": {"shared_decay": False, "learned_angles": True, "gate_input": "raw"}},
     },
+}
+# Images, whose tokens stand in rows of 4: states of lines along both axes, and heads for each axis.
+ROTATED = {"positions": "lrpe", "decay": "fixed", "scale": False, "feature_map": "silu"}
+PRINTED["grid"] = {
+    "mixer": ["lightnet", "tnl", "cosformer2", "decay-attention"],
+    "grid": {"shape": [5, 4]},
+    "mixer_options": {"lightnet": {"learned_angles": True}, "decay-attention": ROTATED},
+}
+PRINTED["grid-whole"] = {
+    "mixer": "lightnet",
+    "grid": {"shape": [3, 2, 3, 4]},
+    "mixer_options": {"lightnet": {"causal": False, "learned_angles": True}},
 }
 for name, fields in PRINTED.items():
     shape = MODELS["tnl"].model_dump(exclude={"mixer", "mixer_options"})

@@ -31,7 +31,7 @@ def tnl(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
     factor = 1.0 if model.num_layers == 1 else 1 - layer / (model.num_layers - 1) + 1e-5
     decay = torch.where(distance >= 0, (-slopes.double()[:, None, None] * factor * distance).exp(), 0.0)
     if layer == 0:
-        scores = torch.einsum("htc, hsc, htsc -> hts", q, k, _cosines(distance, weights["lrpe.theta"]))
+        scores = torch.einsum("htc, hsc, htsc -> hts", q, k, _cosines(model, x, weights["lrpe.theta"]))
     else:
         scores = q @ k.mT
     return gated(model, (scores * decay) @ v, x, weights)
@@ -40,7 +40,7 @@ def tnl(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
 def cosformer2(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
     """Of channel c: q_t k_s cos((t - s) θ), for all s up to t."""
     q, k, v = plain.heads(model, x, weights)
-    cosines = _cosines(_distance(x), weights["lrpe.theta"])
+    cosines = _cosines(model, x, weights["lrpe.theta"])
     scores = torch.einsum("htc, hsc, htsc -> hts", plain.silu(q), plain.silu(k), cosines).tril()
     return gated(model, scores @ v, x, weights)
 
@@ -51,8 +51,7 @@ def lightnet(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Ten
     distance = _distance(x)
     weight = torch.where(distance[None, :, :, None] >= 0, k.exp()[:, None], 0.0)
     weight = weight / weight.sum(dim=2, keepdim=True)
-    j = torch.arange(model.hidden_size, dtype=torch.float64).view(model.num_heads, model.head_dim)
-    cosines = _cosines(distance, weights.get("lrpe.theta", 10000.0 ** (-2 * j / model.hidden_size)))
+    cosines = _cosines(model, x, weights.get("lrpe.theta", _wavelengths(model)))
     scores = torch.einsum("htc, htsc, htsc -> hts", plain.silu(q), weight, cosines)
     return gated(model, scores @ v, x, weights)
 
@@ -199,8 +198,7 @@ def _products(steps: Tensor) -> Tensor:
 def lightnet_whole(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
     """The weight of token s in channel c is the softmax of k over the document."""
     q, k, v = plain.heads(model, x, weights)
-    j = torch.arange(model.hidden_size, dtype=torch.float64).view(model.num_heads, model.head_dim)
-    cosines = _cosines(_distance(x), weights.get("lrpe.theta", 10000.0 ** (-2 * j / model.hidden_size)))
+    cosines = _cosines(model, x, weights.get("lrpe.theta", _wavelengths(model)))
     weight = k.exp() / k.exp().sum(dim=1, keepdim=True)
     scores = torch.einsum("htc, hsc, htsc -> hts", plain.silu(q), weight, cosines)
     return gated(model, scores @ v, x, weights)
@@ -229,12 +227,14 @@ def decay_attention(model: ModelConfig, x: Tensor, weights: Weights, layer: int)
         theta = 10000.0 ** (-2 * place / model.head_dim)
         if own.positions == "lrpe":
             theta = weights["lrpe.theta"]
+        places = plain.places(model, len(x)).repeat_interleave(model.head_dim // model.axes, dim=-1)
         for t in range(len(x)):
             key, query = k[:, t].to(torch.complex128), q[:, t].to(torch.complex128)
             if own.positions == "rope":
                 key, query = (torch.complex(*y[:, t].chunk(2, dim=-1)) for y in (k, q))
             if own.positions != "none":
-                turn = torch.polar(torch.ones_like(theta), t * theta)
+                angle = t * theta if own.positions == "rope" else places[t] * theta
+                turn = torch.polar(torch.ones_like(theta), angle)
                 key, query = key * turn, query * turn
             written = step[:, t, None] * key if own.input_gate else key
             values = torch.cat([v[:, t], torch.ones(heads, 1, dtype=torch.float64)], dim=-1)
@@ -344,9 +344,18 @@ def _distance(x: Tensor) -> Tensor:
     return position[:, None] - position
 
 
-def _cosines(distance: Tensor, theta: Tensor) -> Tensor:
-    """(n, n) and (h, c) -> (h, n, n, c)."""
-    return torch.cos(distance[None, :, :, None] * theta[:, None, None, :])
+def _wavelengths(model: ModelConfig) -> Tensor:
+    """(h, c): 10000^(-2j/d), j counted over the heads' channels of an axis, d their number."""
+    width = model.hidden_size // model.axes
+    of_axis = 10000.0 ** (-2 * torch.arange(width, dtype=torch.float64) / width)
+    return of_axis.view(model.num_heads, -1).repeat(1, model.axes)
+
+
+def _cosines(model: ModelConfig, x: Tensor, theta: Tensor) -> Tensor:
+    """(h, c) -> (h, n, n, c): channel c of a head turns along axis c A / k."""
+    places = plain.places(model, len(x))
+    distance = (places[:, None] - places).repeat_interleave(theta.size(1) // places.size(1), dim=-1)
+    return torch.cos(distance * theta[:, None, None, :])
 
 
 def _rotated(x: Tensor) -> Tensor:

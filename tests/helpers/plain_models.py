@@ -5,6 +5,7 @@ brings its mixer as a function of one layer and one document. Nothing of the pac
 Loaded by path (runpy), by pytest's process and by the one that builds the model: tests are no package.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,33 +118,45 @@ def document_logits(
 ) -> Tensor:
     """tokens (n,) of one document -> (n, V)."""
     embedding = weights["embedding.word_embeddings.weight"]
-    of_model = {name: weight for name, weight in weights.items() if ".layers." not in name}
     x = embedding[tokens] * model.embedding_multiplier
-    if encode is not None:
-        x = encode(x, weights)
+    x = document_states(model, weights, x if encode is None else encode(x, weights), mix)
+    logits = x @ weights.get("output_layer.weight", embedding).T
+    return logits if model.final_logit_cap is None else model.final_logit_cap * (logits / model.final_logit_cap).tanh()
+
+
+def document_states(model: ModelConfig, weights: Weights, x: Tensor, mix: Mix) -> Tensor:
+    """x (n, d), the embedded and encoded tokens of one document -> the input of the output layer, (n, d)."""
+    of_model = {name: weight for name, weight in weights.items() if ".layers." not in name}
     for layer in range(model.num_layers):
         block = f"decoder.layers.{layer}."
         own = {name.removeprefix(block): weight for name, weight in weights.items() if name.startswith(block)}
         of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
         of_mixer |= of_model | {RAW_INPUT: x}
-        x = x + behind(model, mix(before(model, x, own, "input_layernorm"), of_mixer, layer), own, "self_attn_bda")
+        mixed = mix(before(model, x, own, "input_layernorm", layer), of_mixer, layer)
+        x = x + behind(model, mixed, own, "self_attn_bda", layer)
         if model.intermediate_size:
-            y = gated_linear_unit(model, before(model, x, own, "pre_mlp_layernorm"), own)
-            x = x + behind(model, y, own, "mlp_bda")
+            y = gated_linear_unit(model, before(model, x, own, "pre_mlp_layernorm", layer), own)
+            x = x + behind(model, y, own, "mlp_bda", layer)
     if model.final_norm:
         x = block_norm(model, x, weights.get("decoder.final_layernorm.weight"))
-    logits = x @ weights.get("output_layer.weight", embedding).T
-    return logits if model.final_logit_cap is None else model.final_logit_cap * (logits / model.final_logit_cap).tanh()
+    return x
 
 
-def before(model: ModelConfig, x: Tensor, weights: Weights, name: str) -> Tensor:
+def placement(model: ModelConfig, layer: int) -> str:
+    """Of the norms in a layer's block."""
+    if model.norm_placement == "by_mixer":
+        return "post" if model.layers[layer] in ("llama", "llama-local") else "pre"
+    return model.norm_placement
+
+
+def before(model: ModelConfig, x: Tensor, weights: Weights, name: str, layer: int) -> Tensor:
     """The input of a mixer or gated linear unit."""
-    return x if model.norm_placement == "post" else block_norm(model, x, weights.get(f"{name}.weight"))
+    return x if placement(model, layer) == "post" else block_norm(model, x, weights.get(f"{name}.weight"))
 
 
-def behind(model: ModelConfig, x: Tensor, weights: Weights, name: str) -> Tensor:
+def behind(model: ModelConfig, x: Tensor, weights: Weights, name: str, layer: int) -> Tensor:
     """Its output as the residual stream takes it."""
-    return x if model.norm_placement == "pre" else block_norm(model, x, weights.get(f"{name}.layernorm.weight"))
+    return x if placement(model, layer) == "pre" else block_norm(model, x, weights.get(f"{name}.layernorm.weight"))
 
 
 def block_norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -192,6 +205,32 @@ def gated_output(model: ModelConfig, o: Tensor, x: Tensor, weights: Weights) -> 
     """W_o (norm(concat o) * sigmoid(x W_down W_up)); o (h, n, v), x (n, d), the mixer's input."""
     gate = x @ weights["gate_down.weight"].T @ weights["gate_up.weight"].T
     return (norm(model, concatenated(o)) / (1 + torch.exp(-gate))) @ weights["out_proj.weight"].T
+
+
+def places(model: ModelConfig, length: int) -> Tensor:
+    """(n, axes) fp64: where the tokens of a document stand, by counting; leading tokens end the slices before."""
+    if model.grid is None:
+        return torch.arange(length, dtype=torch.float64)[:, None]
+    inner = model.grid.shape[1:]
+    slices = range(length + model.grid.leading_tokens + math.prod(inner))
+    cells = list(itertools.product(slices, *map(range, inner)))
+    lead = next(n for n in itertools.count(step=math.prod(inner)) if n >= model.grid.leading_tokens)
+    first = lead - model.grid.leading_tokens
+    return torch.tensor(cells[first : first + length], dtype=torch.float64)
+
+
+def grid_toeplitz(model: ModelConfig, x: Tensor, weights: Weights) -> Tensor:
+    """``toeplitz`` along each axis of a grid, added up: over the tokens before on the same line."""
+    logits, gammas = weights["embedding.tpe.decay_logit"], weights.get("embedding.tpe.gamma")
+    where, y = places(model, len(x)), torch.zeros_like(x)
+    for axis in range(where.size(1)):
+        logit = logits if logits.dim() == 1 else logits[axis]
+        gamma = x.new_ones(x.size(1), len(logit)) if gammas is None else gammas[:, axis]
+        steps = where[:, None] - where
+        line = (steps.abs().sum(-1) == steps[..., axis].abs()) & (steps[..., axis] >= 0)
+        powers = torch.where(line[..., None], torch.sigmoid(logit) ** steps[..., axis].clamp(min=0)[..., None], 0.0)
+        y = y + torch.einsum("tsr, cr, sc -> tc", powers, gamma, x)
+    return y if gammas is None else x + y
 
 
 def toeplitz(x: Tensor, weights: Weights) -> Tensor:

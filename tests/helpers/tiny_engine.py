@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TaskConfig, TrainConfig
+from lightscale.config.schema import DataConfig, RunConfig, TaskConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters, unpadded_rows
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -76,12 +76,22 @@ def mesh_on(axes: Axes, rank: int, init_method: str) -> Iterator[Mesh]:
         yield mesh
 
 
-def engine_in(mesh: Mesh, *, seed: int = 0, task: str = "causal", num_ids: int = VOCAB_SIZE, **model: Any) -> Engine:
+def engine_in(
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    task: str = "causal",
+    num_ids: int = VOCAB_SIZE,
+    precision: Any = "auto",
+    optimizer: dict[str, Any] | None = None,
+    **model: Any,
+) -> Engine:
+    """``optimizer``: keys of [optimizer] beside the learning rate."""
     config = RunConfig(
         model=ModelConfig(**{**MODEL, **model}),
         data=DataConfig(store=Path("store"), sequence_length=TOKENS),
-        optimizer=OptimizerConfig(lr=LR),
-        train=TrainConfig(steps=6, global_batch_size=4, micro_batch_size=2, seed=seed),
+        optimizer={"lr": LR, **(optimizer or {})},  # type: ignore[arg-type]
+        train=TrainConfig(steps=6, global_batch_size=4, micro_batch_size=2, seed=seed, precision=precision),
         task=TaskConfig(name=task),
     )
     return build_engine(config, mesh, vocab_size=min(num_ids, config.model.vocab_size), trainable=True)

@@ -305,7 +305,7 @@ def write(path: Path, text: str) -> Path:
     ("override", "words"),
     [
         ("model.hidden_size=1000000000000", "model.hidden_size = 1000000000000: must be a whole number >= 1 and <="),
-        ("model.vocab_size=1000000000000", "must be a whole number >= 1 and <= 16_777_216"),
+        ("model.vocab_size=1000000000000", "must be a whole number >= 0 and <= 16_777_216"),
         ("model.mixer=tnl*99999999999", "gives a pattern of more than 10_000 layers"),
         (f"model.mixer=tnl*{ENDLESS}", "gives a pattern of more than 10_000 layers"),
         (f"train.steps={ENDLESS}", "(5,002 characters): must be a whole number"),

@@ -15,7 +15,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.samples import recorded_skips
 from lightscale.errors import UserError
 from lightscale.launch.launcher.agent import read_reports
-from lightscale.records import MOST_LINE_BYTES, read_records
+from lightscale.records import MOST_LINE_BYTES, Records, read_records
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.lock import RunLock
@@ -67,6 +67,8 @@ OF_WRONG_TYPES = {
         {"event": "data_skipped", "attempt": 1, "at_tokens": 1},
         {"event": "rollback", "attempt": 2, "step": 1, "put_aside": 3},
         {"event": "init_from", "attempt": 1, "manifest": 7},
+        {"event": "branch", "attempt": 1, "parent": "a", "step": 3, "manifest": "m", "skips": [[1, -2]]},
+        {"event": "branch", "attempt": 1, "parent": "a", "step": 3, "manifest": "m", "skips": [[1, 2, 3]]},
     ],
     "jobs.jsonl": [{"job": "12"}, {"number": 12}, {"job": 12, "scheduler": 1}],
 }
@@ -337,3 +339,30 @@ def test_heartbeats_that_are_none(tmp_path: Path) -> None:
 def test_a_missing_record_has_no_lines(tmp_path: Path) -> None:
     records = read_records(tmp_path / "events.jsonl")
     assert (records.lines, records.num_damaged) == ([], 0)
+
+
+def test_a_changed_bit_of_a_record_is_noticed(tmp_path: Path) -> None:
+    """Each bit of two lines, and of a status; by their hashes, which readers take off."""
+    path = tmp_path / "lines.jsonl"
+    lines = [{"event": "other", "step": step, "text": "a, b"} for step in range(2)]
+    with LineWriter(path) as writer:
+        for line in lines:
+            writer.write(line)
+    assert read_records(path) == Records(lines=lines)
+    run = RunDirectory(tmp_path)
+    status = run.write_status("stopped", reason="a", step=1, tokens=2)
+    assert run.read_status() == status
+    for file in (path, run.status):
+        whole = file.read_bytes()
+        for bit in range(8 * len(whole)):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(damaged)
+            if file == path:
+                assert read_records(path).num_damaged, damaged
+            else:
+                assert run.status_fault() or run.read_status() == status, damaged
+        file.write_bytes(whole)
+    # Written before there were hashes, or by hand.
+    path.write_text(json.dumps(lines[0]) + "\n")
+    assert read_records(path).lines == lines[:1]

@@ -132,6 +132,12 @@ def pretend(
         raise UserError("data.store = nowhere: no such store")
     if behaviour == "wall":
         raise RuntimeError(f"no thread for process {os.getpid()}")
+    if behaviour == "limit" and rank == 1:
+        # Another error of the same limit in the second start, behind a step.
+        if len(list(run.logs.iterdir())) == 1:
+            raise MemoryError
+        heartbeat.beat("forward", step=1)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 16 bytes.")
     if behaviour == "absent":
         raise CannotStart("rank 1 did not come")
     if behaviour == "no_checkpoint":
@@ -147,7 +153,8 @@ def pretend(
             heartbeat.beat("agreeing", step=step)
             if behaviour == "progress" and rank == 1 and step == 5:
                 new_checkpoint(run)
-                raise ZeroDivisionError("but not for nothing")
+                # A limit, met again and again, but each time behind a checkpoint.
+                raise MemoryError("but not for nothing")
             if stop.should_stop(all_reduce_max):
                 heartbeat.beat("saving", step=step)
                 time.sleep(60 if behaviour == "slow_save" else SAVE_S)

@@ -51,6 +51,9 @@ def test_torchrun() -> None:
         master_port=29500,
     )
     assert environment.variables() == TORCHRUN
+    # Ranks of one host meet on its loopback interface, whatever the name of the host.
+    alone = read({**TORCHRUN, "WORLD_SIZE": "4", "RANK": "1"})
+    assert (alone.master_address, alone.variables()["MASTER_ADDR"]) == ("gpu03", "127.0.0.1")
 
 
 def test_torchrun_inside_a_job_counts() -> None:

@@ -17,6 +17,7 @@ from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.launch.meeting_place import MeetingPlace
 from lightscale.launch.rank_facts import RankFacts
+from lightscale.parallel.rendezvous.rank_store import private
 
 SHORT_S = 1.0
 # What a busy machine may add.
@@ -38,8 +39,9 @@ def place(rank: int, port: int, host: str = "127.0.0.1") -> RankEnvironment:
         launcher="a test",
         rank=rank,
         world_size=2,
-        local_rank=rank,
-        local_world_size=2,
+        # As on two hosts: those of one host meet on its loopback.
+        local_rank=0,
+        local_world_size=1,
         master_address=host,
         master_port=port,
     )
@@ -149,7 +151,7 @@ def test_rank_0_is_stopped_while_others_wait(monkeypatch: pytest.MonkeyPatch) ->
         threading.Timer(SHORT_S / 2, stop).start()
         facts = RankFacts(rank=1, world_size=2, host="A", process=1, values={})
         # Not the first to come: it only waits.
-        dist.PrefixStore("lightscale-0", dist.TCPStore("127.0.0.1", port, wait_for_workers=False)).add("arrived", 1)
+        private(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), os.environ, "meeting").add("arrived", 1)
         with pytest.raises(CannotStart) as caught:
             meeting.agree(place(1, port), facts, SHORT_S)
         assert time.monotonic() - began < SHORT_S + 4 * 0.5 + PATIENCE_S

@@ -48,6 +48,7 @@ SPLIT |= {
     for kind in ("head", "all")
 }
 SPLIT |= {f"norms {placement}": tiny("tnl", norm="rmsnorm", norm_placement=placement) for placement in ("post", "both")}
+SPLIT["norms by mixer"] = tiny(["tnl", "llama"], norm="rmsnorm", norm_placement="by_mixer")
 SPLIT["sinks"] = tiny("llama", mixer_options={"llama": {"attention_sinks": True}})
 SPLIT["gated"] = tiny("llama", mixer_options={"llama": {"output_gate": True, "attention_bias": "all"}})
 SPLIT |= {f"padded, {tied=}": tiny("tnl", vocab_size=321, tie_word_embeddings=tied) for tied in (True, False)}

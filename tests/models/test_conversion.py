@@ -108,6 +108,24 @@ def test_settings_that_are_no_weights_are_said() -> None:
         "model.mixer_options.llama.rope_theta = 10000.0 here and 500000.0 there: kept weights compute something else",
     ]
     assert other_settings(there, there) == []
+    (line,) = other_settings(shape("tnl"), shape("tnl", grid={"shape": [4, 4]}))
+    assert line.startswith('model.grid = {shape = [4, 4], leading_tokens = 1} here and "none" there: kept weights')
+
+
+def test_other_inputs_are_refused_and_other_patches_are_said() -> None:
+    def images(**patches: Any) -> ModelConfig:
+        table = {"head": {"num_labels": 3}, "grid": {"shape": [2, 2]}, "patches": {"size": [2, 2], **patches}}
+        return shape("lion-lit", vocab_size=0, **table)
+
+    (line,) = other_settings(images(), images(mean=[0.4]))
+    assert line.startswith("model.patches = ") and line.endswith("kept weights compute something else")
+    texts = shape("lion-lit", head={"num_labels": 3})
+    for source, target, message in (
+        (texts, images(), "reads ids and that of this run patches of images .* use a run of patches of images"),
+        (images(), texts, "reads patches of images and that of this run ids .* use a run of ids"),
+    ):
+        with pytest.raises(UserError, match=message):
+            conversion(source, target)
 
 
 def test_the_same_mixers_are_no_conversion() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightscale.config.model import ModelConfig
+from lightscale.errors import UserError
 from lightscale.kernels.common import backends
 from lightscale.kernels.common.backends import choose_backend, fall_back, implementation, launches_triton
 from lightscale.models import kernel_check
@@ -98,9 +99,20 @@ def test_a_kernel_that_does_not_run_is_a_mismatch(monkeypatch: pytest.MonkeyPatc
     assert [str(one) for one in wrong("hgrn2")] == ["gla: does not run: RuntimeError: PTX of a newer version"]
 
 
+def test_a_cache_that_cannot_be_written_is_no_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operators would hide it, many times slower."""
+
+    def refuse(*args: Any) -> None:
+        raise UserError("Triton's cache /cache: Read-only file system")
+
+    monkeypatch.setattr(implementation("gla", "triton"), "out_fwd", refuse)
+    with pytest.raises(UserError, match="Read-only file system"):
+        wrong("hgrn2")
+
+
 def test_auto_falls_back_for_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_fallen", set())
-    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0", shape=(1, 64))
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda:0"), shape=(1, 64))
     assert (choose_backend("gla", on_gpu), choose_backend("tpe", on_gpu)) == ("triton", "triton")
     assert launches_triton(on_gpu)
     fall_back("gla")

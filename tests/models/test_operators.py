@@ -37,11 +37,11 @@ def describe(mixer: str | list[str], dtype: torch.dtype = torch.float32) -> str:
     ("mixer", "operators"),
     [
         ("tnl", "lightning chunked"),
-        ("hgrn2", "gla chunked"),
+        ("hgrn2", "gla chunked, forget_gate chunked"),
         ("cosformer2", "lightning chunked, tpe chunked"),
         ("lightnet", "lightnet chunked, tpe chunked"),
         ("llama", "SDPA PyTorch"),
-        (["hgrn2", "llama"], "gla chunked, SDPA PyTorch"),
+        (["hgrn2", "llama"], "gla chunked, SDPA PyTorch, forget_gate chunked"),
     ],
 )
 def test_each_operator_is_named_once_with_what_computes_it(mixer: str | list[str], operators: str) -> None:

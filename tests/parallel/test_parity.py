@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightscale.config.schedules.registry import learning_rate
 from lightscale.models.registry import mixer_spec, shared_specs
-from lightscale.training.schedule import learning_rate
 
 parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "parity.py")))
 collectives = parity.collectives
@@ -48,6 +48,9 @@ PRINTED = [
     "ablated sequence=2",
     "apart sequence=2 recompute=full",
     "apart tensor=2",
+    "grid sequence=2 recompute=full",
+    "grid tensor=2",
+    "grid-whole sequence=2",
 ]
 
 # On one process: what changes only how the same numbers come about.
@@ -182,7 +185,8 @@ def states_sent(text: str, dtype: torch.dtype) -> tuple[int, int]:
     for part in shared_specs(model):
         of_part = part.exchange_values(model)
         if of_part is not None:
-            calls += 2
+            # A scan for each axis of documents that are grids.
+            calls += 2 * (1 if model.grid is None else model.grid.axes)
             values += parity.ROWS * (2 * of_part.state + of_part.whole)
     return calls, values * dtype.itemsize
 

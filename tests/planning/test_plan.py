@@ -126,6 +126,10 @@ def test_exact_count_is_the_studys_and_what_it_leaves_out(path: Path) -> None:
         "lightnet": {"TPE decays": e},
     }
     parameters = count_parameters(model)
+    if model.image_shape is not None:
+        # A map of patches of 2 x 2 grey or 16 x 16 coloured pixels, with a bias.
+        assert parameters.embedding == (5 if run.data.sequence_length == 16 else 769) * d
+        return
     assert parameters.embedding == model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
     if len(set(model.layers)) > 1 or run.task.name != "causal" or model.layers[0] not in left_out:
         assert parameters.study is None
@@ -153,6 +157,8 @@ def test_plan_of_a_tiny_run_by_hand() -> None:
     run = config("tnl-tiny", *shape, "train.tokens=1000", "train.device=cpu", "optimizer.schedule=constant")
     planned = plan(run, 2)
     assert (planned.layout.data, planned.tokens_per_step, planned.steps, planned.tokens) == (2, 256, 4, 1024)
+    branch = config("tnl-tiny", *shape, "train.steps=4", "train.branch_from=runs/a@3", "optimizer.schedule=constant")
+    assert (plan(branch).steps, plan(branch).tokens) == (1, 256), "those of its parent are done"
     d, t, g, v = 64, 16, 128, 512
     weights = v * d + 4 * (4 * d * d + 2 * d * t + 3 * d * g) + d
     assert planned.parameters.total == planned.memory.parameters == weights
@@ -394,7 +400,7 @@ def allocate(rank: int, world_size: int, init_method: str, run: RunConfig) -> tu
     """Bytes of weights, gradients and optimizer of an engine for bf16 weights."""
     with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
         module, _ = loss_of(run.model, mesh, torch.bfloat16)
-        engine = Engine(module, module.config, mesh, optimizer=optimizer_spec(run.optimizer))
+        engine = Engine(module, module.config, mesh, optimizer=optimizer_spec(run))
         assert engine.optimizer is not None
         # The distributed optimizer keeps all weights in its buffers, and the model's are views of them.
         buffers = [buffer for model in engine.models for buffer in model.buffers]

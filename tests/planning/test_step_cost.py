@@ -235,17 +235,72 @@ def test_shared_heads_of_keys_and_values_are_gathered_once() -> None:
     assert step.work.operators_s == pytest.approx(3 * 4 * (length / 4) * 4 * (4 * 24) * (length * 3.5 / 4) / 2e11)
     # Four layers, and one while its parts are put together.
     assert rank_memory(run, spread, 0).exchange_bytes == 5 * length * 2 * 24 * 2
-    # Norms' inputs and outputs; rotated queries; outputs; the linear unit; phases in fp32. Keys, values: see above.
-    activations, phases = 4 * 64 + 96 + 96 + 3 * 128, 16
-    assert rank_memory(run, spread, 0).activations_bytes == length // 4 * 4 * (2 * activations + 4 * phases)
+    # Norms' inputs and outputs; rotated queries; outputs; the linear unit. Keys, values: see above.
+    activations = 4 * 64 + 96 + 96 + 3 * 128
+    assert rank_memory(run, spread, 0).activations_bytes == length // 4 * 4 * 2 * activations
     alone = rank_memory(run, layout(1, 1, 1, 1, length=length), 0)
     # As projected, and keys rotated.
-    assert alone.activations_bytes == length * 4 * (2 * (activations + 48 + 24) + 4 * phases)
+    assert alone.activations_bytes == length * 4 * 2 * (activations + 48 + 24)
     # When the linear unit's gradients are gone, those of all keys and values are there.
     wide = config("llama-tiny", *TINY)
     assert rank_memory(wide, layout(1, 1, 8, 1, length=length), 0).block_bytes == (
         length // 8 * (8 * 2 * 64 - 3 * 128) * 2 + wide.model.vocab_size * 64 * 2
     )
+
+
+def test_a_ring_of_keys_by_hand() -> None:
+    """Four layers, four ranks of two nodes: messages at the speed of the link between nodes, beside the operator."""
+    length, ranks = 4096, 4
+    n, slow = length // ranks, 8e9
+    step = CostModel(config("llama-tiny", *TINY), length, ROUND).predict(
+        layout(1, 1, ranks, 1, length=length), attention="ring"
+    )
+    # Every rank sees half of the sequence on average.
+    operator_s = n * 4 * 64 * (length / 2) / 2e11
+    assert step.work.operators_s == pytest.approx(3 * 4 * operator_s)
+    keys, gradients, trade = (1e-6 + n * numbers / slow for numbers in (2 * 64 * 2, 2 * 64 * 4, 64 / 2 * 2))
+    forward, backward = 3 * keys + 2 * trade, 3 * (keys + gradients) + 2 * trade + gradients
+    assert step.work.sequence_total_s == pytest.approx(4 * (forward + backward))
+    exposed = 3 * max(0.0, keys - operator_s / 4) + 2 * trade
+    exposed += 3 * max(0.0, keys + gradients - 2 * operator_s / 4) + 2 * trade + gradients
+    assert step.work.sequence_s == pytest.approx(4 * exposed)
+
+
+def test_an_all_to_all_by_hand() -> None:
+    """All but its own quarter of keys and values, queries and outputs; keys beside the projection of queries."""
+    length, ranks = 4096, 4
+    n = length // ranks
+    step = CostModel(config("llama-tiny", *TINY), length, ROUND).predict(
+        layout(1, 1, ranks, 1, length=length), attention="all_to_all"
+    )
+    keys, one = (2e-6 + 3 / 4 * n * numbers * 2 / 20e9 for numbers in (2 * 64, 64))
+    query_s = n * 2 * 64 * 64 / 5e11
+    assert step.work.sequence_total_s == pytest.approx(4 * 2 * (keys + 2 * one))
+    assert step.work.sequence_s == pytest.approx(4 * (max(0.0, keys - query_s) + keys + 4 * one))
+
+
+def test_memory_of_attention_across_ranks_by_hand() -> None:
+    """With the tokens of a rank as they are, more ranks make a gather larger, and a ring not."""
+    n, held = 1024, {}
+    for ranks in (2, 4, 8):
+        spread = layout(1, 1, ranks, 1, length=ranks * n)
+        for way in ("gather", "ring", "all_to_all"):
+            run = config("llama-tiny", *TINY, f"parallel.attention={way}")
+            held[way, ranks] = rank_memory(run, spread, 0).exchange_bytes
+    for ranks in (2, 4, 8):
+        # Four layers; of keys and values 128 numbers a token, of queries and outputs 64, in two bytes.
+        assert held["gather", ranks] == 5 * ranks * n * 128 * 2
+        # Its own block, and traded outputs; two blocks, and sums in fp32.
+        assert held["ring", ranks] == n * (4 * (128 + 64) * 2 + 2 * 128 * 2 + 64 * 4)
+    assert held["all_to_all", 4] == n * (4 * (128 + 64) * 2 + 2 * 128 * 2)
+    # Four heads for eight ranks: two copies.
+    assert held["all_to_all", 8] == n * (4 * (256 + 64) * 2 + 2 * 256 * 2)
+    # A window of its own and half of the neighbour's tokens needs one message, and no trade.
+    windowed = config("llama-tiny", *TINY, "model.mixer_options.llama.window=512")
+    spread = layout(1, 1, 8, 1, length=8 * n)
+    step = CostModel(windowed, 8 * n, ROUND).predict(spread, attention="ring")
+    keys, gradients = (1e-6 + n * 128 * size / 8e9 for size in (2, 4))
+    assert step.work.sequence_total_s == pytest.approx(4 * (2 * keys + 2 * gradients))
 
 
 def test_a_ring_pays_again_behind_every_gather_of_keys() -> None:
@@ -333,8 +388,8 @@ def test_memory_of_an_exchange_by_hand() -> None:
     again = rank_memory(replayed, spread, 0)
     # Put together in each block, and there once more while the backward pass is in it.
     assert again.exchange_bytes == keys
-    d, g, phases = 1536, 4096, 4 * 128
-    block, gradients = 2 * (4 * d + d + d + 3 * g) + phases, 2 * (2 * g + d)
+    d, g = 1536, 4096
+    block, gradients = 2 * (4 * d + d + d + 3 * g), 2 * (2 * g + d)
     assert again.block_bytes == length // 4 * (block + gradients) + keys + 2 * d * replayed.model.vocab_size
     # Those of the last block are gone when the one before it is computed again.
     all_but_one = config("llama-1b", "parallel.sequence=4", "train.recompute=full", "train.recompute_layers=31")
@@ -395,7 +450,8 @@ def test_the_peak_of_a_backward_pass_is_that_of_a_stack_of_blocks(
         before = sum(kept(other, hows[other]) for other in range(number))
         # Computed again: the input stays, all else is made anew, and the output beside it.
         own = kept(number, "none") + (kept(number, "full") if how != "none" else 0)
-        peaks.append(before + own + work.layers[number].backward_bytes(size, gathered_by=sequence))
+        of_all = size * work.layers[number].gathered * sequence if gathers else 0
+        peaks.append(before + own + work.layers[number].backward_bytes(size, attention_bytes=of_all))
     # Computed again, blocks keep no keys and values: what is left of the exchange are its states and buffers.
     states = stage_memory(run, spread, work, 0, recompute="full", exchange="gather", hardware=ROUND).exchange_bytes
     held = memory.activations_bytes + memory.exchange_bytes - states + memory.block_bytes

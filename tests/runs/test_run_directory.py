@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.records import sealed
 from lightscale.runs.run_directory import LineWriter, RunDirectory, read_lines, read_metrics, write_atomically
 
 MakeConfig = Callable[..., RunConfig]
@@ -79,6 +81,7 @@ def test_another_configuration_is_refused_with_both_values(run: RunDirectory, ti
         "checkpoint.keep=5",
         "parallel.tensor=2",
         "parallel.sequence=2",
+        "train.cuda_graphs=auto",
         "train.device=cpu",
         "train.micro_batch_size=2",
         "train.profile_steps=[1,2]",
@@ -104,9 +107,6 @@ def test_harmless_changes_are_stored_and_recorded(run: RunDirectory, tiny_config
 @pytest.mark.parametrize(
     ("first", "then", "key"),
     [
-        ([], ["train.steps=3"], "train.steps"),
-        ([], ["train.tokens=700"], "train.tokens"),
-        (["optimizer.schedule=cosine"], ["optimizer.schedule=cosine", "train.steps=8"], "train.steps"),
         ([], ["train.seed=1"], "train.seed"),
         ([], ["train.precision=bf16"], "train.precision"),
         ([], ["train.global_batch_size=8"], "train.global_batch_size"),
@@ -121,20 +121,52 @@ def test_changes_that_make_another_run_are_refused(
         run.create_or_open(tiny_config(*then))
 
 
-@pytest.mark.parametrize(("step", "is_allowed"), [(2, True), (3, False)])
-def test_wsd_may_be_longer_until_its_decay_begins(
-    run: RunDirectory, tiny_config: MakeConfig, step: int, is_allowed: bool
+# Of runs of 4 steps: what decides the learning rates, the new length, and the last step at which it is accepted.
+@pytest.mark.parametrize(
+    ("schedule", "length", "last"),
+    [
+        (["optimizer.schedule=constant"], "train.steps=9", 4),
+        (["optimizer.schedule=constant"], "train.steps=3", 3),
+        (["optimizer.schedule=constant"], "train.tokens=700", 3),
+        (["optimizer.schedule=cosine", "optimizer.warmup_steps=1"], "train.steps=8", 1),
+        (["optimizer.schedule=inverse_sqrt", "optimizer.warmup_steps=1"], "train.steps=8", 4),
+        (["optimizer.schedule=wsd", "optimizer.decay_steps=2"], "train.steps=9", 2),
+        (["optimizer.schedule=wsd", "optimizer.decay_steps=2"], "train.steps=3", 1),
+    ],
+)
+def test_another_length_is_accepted_while_the_rates_of_the_steps_done_are_the_same(
+    run: RunDirectory, tiny_config: MakeConfig, schedule: list[str], length: str, last: int
 ) -> None:
-    schedule = ["optimizer.schedule=wsd", "optimizer.decay_steps=2"]
     run.create_or_open(tiny_config(*schedule))
+    other = tiny_config(*schedule, length)
+    for step in range(1, last + 2):
+        with LineWriter(run.metrics) as writer:
+            writer.write({"step": step, "attempt": 1, "tokens": 256 * step})
+        if step <= last:
+            run.changes(other)
+    name = schedule[0].partition("=")[2]
+    with pytest.raises(
+        UserError, match=rf'schedule = "{name}" of \d steps depend on .* after step {last}; {last + 1} are'
+    ):
+        run.changes(other)
+    assert run.changes(other, {"train"})
+
+
+def test_another_length_is_refused_where_constants_of_the_optimizer_depend_on_it(
+    run: RunDirectory, tiny_config: MakeConfig
+) -> None:
+    """Over the length of the run, by default, AdEMAMix's slow mean warms up."""
+    ademamix = ("optimizer.name=ademamix", "optimizer.schedule=constant")
+    run.create_or_open(tiny_config(*ademamix))
+    run.changes(tiny_config(*ademamix, "train.steps=8"))
     with LineWriter(run.metrics) as writer:
-        writer.write({"step": step, "attempt": 1, "tokens": 256 * step})
-    longer = tiny_config(*schedule, "train.steps=9")
-    if is_allowed:
-        assert not run.create_or_open(longer)
-    else:
-        with pytest.raises(UserError, match=r"train\.steps: 4 in the run, 9 now"):
-            run.create_or_open(longer)
+        writer.write({"step": 1, "attempt": 1, "tokens": 256})
+    with pytest.raises(UserError, match=r'constants of optimizer.name = "ademamix" depend on the length') as error:
+        run.changes(tiny_config(*ademamix, "train.steps=8"))
+    # The remedy of the message.
+    ((key, value),) = re.findall(r"keep them by (\S+) = (\d+) --allow-change \1$", str(error.value), re.MULTILINE)
+    kept = [*ademamix, "train.steps=8", f"{key}={value}"]
+    assert {change[0] for change in run.changes(tiny_config(*kept), {key})} == {"train.steps", key}
 
 
 def test_a_directory_of_other_files_is_refused(run: RunDirectory, tiny_config: MakeConfig) -> None:
@@ -273,11 +305,11 @@ def test_a_torn_last_line_is_not_read_and_goes_when_writing_goes_on(tmp_path: Pa
         assert [line["step"] for line in read_metrics(path)] == [1, 2]
         with LineWriter(path) as writer:
             writer.write({"step": 3, "attempt": 2})
-        assert path.read_text() == whole + lines({"step": 3, "attempt": 2})
+        assert path.read_text() == whole + sealed(lines({"step": 3, "attempt": 2}).rstrip("\n")) + "\n"
     path.write_text("{torn")
     with LineWriter(path) as writer:
         writer.write({"step": 1, "attempt": 1})
-    assert path.read_text() == lines({"step": 1, "attempt": 1})
+    assert path.read_text() == sealed(lines({"step": 1, "attempt": 1}).rstrip("\n")) + "\n"
 
 
 def test_numbers_survive_exactly_and_what_json_lacks_is_null(tmp_path: Path) -> None:

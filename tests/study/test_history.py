@@ -7,6 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from lightscale.errors import UserError
+from lightscale.runs.run_directory import LineWriter, RunDirectory
 from lightscale.study.counts import count
 from lightscale.study.curve_files import read_curve, write_curve, write_parquet
 from lightscale.study.fits.curves import PFLOP_DAY
@@ -53,6 +54,22 @@ def test_tokens_flops_and_seconds_of_steps_that_count(tmp_path: Path) -> None:
     assert curve.seconds.tolist() == [0.5, 1.0, 2.0]
     assert curve.flops == pytest.approx(curve.tokens * counts.flops_per_token)
     assert counts.compute == pytest.approx(counts.flops_per_token * 40 * 128 / PFLOP_DAY)
+
+
+def test_a_branch_has_the_tokens_of_its_model_and_seconds_of_its_own(tmp_path: Path) -> None:
+    study = Study(write_study(tmp_path), tmp_path / "study")
+    config = study.cells()[0].config
+    run = RunDirectory(tmp_path / "branch")
+    run.create(config)
+    run.event("start", attempt=1)
+    run.event("branch", parent="runs/a", step=8, manifest="", skips=[])
+    with LineWriter(run.metrics) as writer:
+        for step in (9, 10):
+            writer.write(line(1, step, 3.0))
+    curve = run_curve(run, count(config), smoothing=1.1)
+    assert curve is not None
+    assert (curve.step.tolist(), curve.seconds.tolist()) == ([9, 10], [1.0, 2.0])
+    assert curve.tokens.tolist() == [9 * 128, 10 * 128]
 
 
 def test_smoothing_keeps_a_power_law_and_lowers_noise() -> None:

@@ -132,7 +132,7 @@ def by_the_engine(
                 layout = {"sequence_rank": mesh.sequence_rank, "sequence_size": mesh.sequence}
                 data = loader(store, data_rank=mesh.data_rank, data_size=mesh.data, **layout)
                 batches = [batch.to(mesh.device) for batch in data.next_step()]
-                scores, sums = engine.forward_only(batches, accuracy=True), engine.forward_backward(batches)
+                scores, sums = engine.forward_only(batches, top=(1,)), engine.forward_backward(batches)
                 assert abs(scores.loss - sums.loss) < 1e-9
                 found.append((sums.loss, sums.tokens, scores.correct, parity.gradients(engine), sums.by_bucket))
     return found
@@ -160,7 +160,7 @@ def plainly(rank: int, world_size: int, init_method: str, store: Path) -> list[t
             model.zero_grad()
             names = dict(named_parameters(model))
             gradients = torch.autograd.grad(total / count, list(names.values()))
-            found.append((total.item(), count, correct, dict(zip(names, gradients, strict=True))))
+            found.append((total.item(), count, (correct,), dict(zip(names, gradients, strict=True))))
     return found
 
 

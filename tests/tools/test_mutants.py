@@ -64,4 +64,4 @@ def test_a_mutant_is_found(
     assert mutants.run(None, [chosen], kept, mutants.WORKING_TREE), capsys.readouterr().out
     (result,) = json.loads(kept.read_text())[mutants.WORKING_TREE]["mutants"].values()
     assert result["status"] == "found"
-    assert result["test"].startswith("tests/training/test_schedule.py::")
+    assert result["test"].startswith("tests/config/test_schedules.py::")

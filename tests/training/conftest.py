@@ -5,7 +5,7 @@ import json
 import random
 import runpy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,8 +101,8 @@ class Ended:
 class Running:
     """``lightscale train`` under way."""
 
-    def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
-        self.process = warm_commands.Command(["train", *words], cwd=folder)
+    def __init__(self, folder: Path, words: tuple[str, ...], env: Mapping[str, str] | None = None) -> None:
+        self.process = warm_commands.Command(["train", *words], cwd=folder, env=env)
 
     def wait_for_step(self, run: RunDirectory, step: int, timeout_s: float = 200.0, attempt: int | None = None) -> None:
         """Until ``step`` was taken, by ``attempt`` if that is given."""
@@ -133,8 +133,8 @@ def start(workplace: Path) -> Iterator[Callable[..., Running]]:
     """``start("run.toml", …)``: ``lightscale train …`` in the background; what is left at the end is killed."""
     started: list[Running] = []
 
-    def start(*words: str) -> Running:
-        started.append(Running(workplace, words))
+    def start(*words: str, env: Mapping[str, str] | None = None) -> Running:
+        started.append(Running(workplace, words, env))
         return started[-1]
 
     yield start

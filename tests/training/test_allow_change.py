@@ -13,6 +13,7 @@ import pytest
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.launch.commands.checks import allowed_changes
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.checkpoints.directories import directory_name
 from lightscale.training.checkpoints.manifest import NAME, read_manifest, write_manifest
@@ -108,6 +109,11 @@ def test_changes_of_the_configuration(workplace: Path, tmp_path: Path) -> None:
     assert load(run.config) == changed
     (event,) = read_lines(run.events)
     assert set(event["changes"]) == {"optimizer.lr", "optimizer.eps", "train.seed"}
+
+
+def test_keys_of_one_optimizer_or_task_are_keys() -> None:
+    keys = {"optimizer.lr", "optimizer.betas", "optimizer.slow_warmup_steps", "task.teacher", "optimizer.groups.a"}
+    assert allowed_changes([*keys]) == keys
 
 
 @pytest.mark.parametrize("key", ["zebra", "optimizer.zebra", "version", ""])

@@ -71,6 +71,10 @@ def own_store(folder: Path) -> Path:
         (["--processes", "3"], "train.global_batch_size = 4 is not divisible by"),
         (["parallel.tensor=3", "--processes", "3"], "model.num_heads = 4 is not divisible by parallel.tensor = 3"),
         (["train.init_from=runs/first"], "must be RUN@STEP"),
+        (
+            ['optimizer.groups={a={parameters=["no"]}}'],
+            'groups.a.parameters: "no" is the name of no parameter',
+        ),
     ],
 )
 def test_mistakes_in_the_configuration(

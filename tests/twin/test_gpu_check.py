@@ -51,3 +51,21 @@ def test_operators_that_compute_nothing_fail(cuda_twin: ModuleType, tmp_path: Pa
     assert "skipped because this machine has one GPU: ranks" in output
     assert [test["outcome"] for test in found["parts"]["operators"]["tests"]] == ["failed"] * 3, output
     assert "| operators | **failed** |" in page
+
+
+def test_a_visit_to_a_bare_machine(cuda_twin: ModuleType, tmp_path: Path, root: Path) -> None:
+    """Without the packages that `make bundle` does not bring; what it found was that tests and benchmarks need them."""
+    parts = ("environment", "operators", "tnl", "kernels", "checkpoint")
+    command = [sys.executable, "tools/twin.py", "gpu-check", "--gpus", "1", "--bare", "--budget", "3000"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path), "--only", *parts],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=3300,
+        check=False,
+    )
+    found = json.loads((tmp_path / "visit.json").read_text("utf-8"))
+    assert {name: found[name]["exit_code"] for name in parts} == dict.fromkeys(parts, 0), done.stdout + done.stderr
+    versions = json.loads((tmp_path / "results" / "environment.json").read_text("utf-8"))["versions"]
+    assert versions["transformers"] is None and versions["zarr"] is not None

@@ -1,8 +1,9 @@
-"""Checkpoints on CPUs: how long a step waits for one, beside a plain copy of the same bytes and a synchronous save.
+"""Checkpoints: how long a step waits for one, beside a plain copy of the same bytes and a synchronous save.
 
 ``run`` starts processes that share a model of a few layers, each with as much state as asked for. In turns every rank
-copies its state into memory that is there already, saves and waits for the end, and saves in the background; between
-the turns it changes every weight. What counts is the ratio within a turn, of the slowest rank.
+copies its state, on a GPU or not, into memory of the host that is there already, saves and waits for the end, and saves
+in the background; between the turns it changes every weight. What counts is the ratio within a turn, of the slowest
+rank.
 """
 
 import argparse
@@ -101,8 +102,8 @@ def _rank(rank: int, folder: str, settings: CheckpointSettings) -> None:
     )
     with start_mesh(
         tensor=settings.ranks,
-        device="cpu",
         rank=rank,
+        local_rank=rank,
         world_size=settings.ranks,
         init_method=f"file://{folder}/rendezvous",
     ) as mesh:
@@ -115,7 +116,8 @@ def _rank(rank: int, folder: str, settings: CheckpointSettings) -> None:
 def _measure(engine: Engine, mesh: Mesh, directory: Path, repeats: int) -> list[dict[str, float]]:
     saver = Saver(directory, mesh)
     saver.reserve(engine)
-    copies = [torch.zeros_like(shard.data) for shard in engine.owned_shards()]
+    on_gpu = mesh.device.type == "cuda"
+    copies = [torch.zeros_like(shard.data, device="cpu", pin_memory=on_gpu) for shard in engine.owned_shards()]
 
     def copy() -> None:
         for target, shard in zip(copies, engine.owned_shards(), strict=True):
@@ -152,6 +154,8 @@ def _check(engine: Engine, mesh: Mesh, directory: Path, step: int) -> None:
 
 
 def _timed(action: Callable[[], object], mesh: Mesh) -> float:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier(group=mesh.control)
     began = time.perf_counter()
     action()

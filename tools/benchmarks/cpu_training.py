@@ -125,7 +125,7 @@ def transformers_step(config: RunConfig) -> Step:
 
     torch.manual_seed(0)
     module = LlamaForCausalLM(llama_config(config.model, config.data.sequence_length)).train()
-    options = config.optimizer
+    options: Any = config.optimizer  # AdamW's, whose betas the shared type lacks
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=1e-4, betas=options.betas, weight_decay=options.weight_decay, fused=True
     )

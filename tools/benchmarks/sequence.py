@@ -33,7 +33,7 @@ from lightscale.models.layers.shared_parts import StagePart
 from lightscale.models.layers.tpe import TPE
 from lightscale.models.registry import mixer_spec
 from lightscale.parallel.mesh import Mesh, start_mesh
-from lightscale.parallel.sequence import Gather, Ring, StateExchange, TwoLevel
+from lightscale.parallel.sequence import Gather, KeyGather, Ring, StateExchange, TwoLevel
 from lightscale.planning.communication import EXCHANGES, Exchange
 from lightscale.planning.exchange_sizes import contribution
 from lightscale.planning.workload import Workload
@@ -261,7 +261,8 @@ def _operator(settings: SequenceSettings, kind: str, mesh: Mesh) -> Callable[[Te
     def apply(x: Tensor, exchange: StateExchange | None) -> Tensor:
         first = mesh.sequence_rank * x.size(0)
         positions = (first + torch.arange(x.size(0))).repeat(x.size(1), 1)
-        context = SequenceContext.of(positions, exchange=exchange)
+        across = None if exchange is None else KeyGather(exchange)
+        context = SequenceContext.of(positions, exchange=exchange, across=across)
         context = dataclasses.replace(context, shared={part.spec.name: part(context).detach() for part in parts})
         output = module(x, context) if kind == "tpe" else module.mix(x, context)
         return cast(Tensor, output)

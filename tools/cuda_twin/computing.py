@@ -8,12 +8,13 @@ finds.
 import ctypes
 import math
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from cuda_twin.installation import library
@@ -36,6 +37,24 @@ def on_host(tensor: Tensor) -> Tensor:
     host = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype)
     return empty.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+_graphs: dict[int, list[Callable[[], object]]] = {}
+"""What the operations of each graph compute, on the host's view of their memory, in order; by the graph's number."""
+
+
+@cache
+def _device() -> ctypes.CDLL:
+    found = library()
+    found.null_capture_of.argtypes = [ctypes.c_void_p]
+    found.null_capture_of.restype = ctypes.c_uint64
+    return found
+
+
+def captured_here() -> list[Callable[[], object]] | None:
+    """What the graph that is captured on the current stream computes until here; None: nothing is captured."""
+    number = _device().null_capture_of(torch.cuda.current_stream().cuda_stream)
+    return _graphs.setdefault(number, []) if number else None
 
 
 _generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
@@ -75,12 +94,18 @@ class Computing(TorchDispatchMode):
     def __init__(self, *, whole_numbers_only: bool = False) -> None:
         super().__init__()
         self._whole_numbers_only = whole_numbers_only
-        self._device = library()
+        self._device = _device()
         self._device.null_note_wait.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+        self._failure: BaseException | None = None
+        # Kept here: C calls it for as long as this process lives.
+        self._hook = _LAUNCHED(self._launched)
+        self._device.null_on_launch(self._hook)
         self.computed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Native, then on the host."""
+        if self._failure is not None:
+            raise RuntimeError("a graph that was launched could not be computed") from self._failure
         kwargs = kwargs or {}
         flat, _ = tree_flatten((args, kwargs))
         name = func._schema.name
@@ -97,36 +122,61 @@ class Computing(TorchDispatchMode):
         on_device = given or any(isinstance(value, torch.device) and value.type == "cuda" for value in flat)
         if not on_device or name in _NATIVE_ONLY or not name.startswith("aten::") or func.is_view:
             return func(*args, **kwargs)
+        captured = captured_here()
         if self._whole_numbers_only and (name in _UNINITIALISED or not all(map(_is_whole, given))):
-            return _stated(func(*args, **kwargs))
-        if _asks_for_numbers(func, flat):
+            return _stated(func(*args, **kwargs), captured)
+        if captured is None and _asks_for_numbers(func, flat):
             # CUDA's own would read a number that nothing has computed. It would launch something and wait for it.
             self.computed += 1
             self._device.null_note_wait(name.encode(), torch.cuda.current_stream().cuda_stream)
-            found = func(*_as_host_tree(args), **_as_host_tree(kwargs))
+            found = func(*as_host_tree(args), **as_host_tree(kwargs))
             return tree_map(lambda one: _moved(one, given[0].device), found) if not _writes(func) else args[0]
         native = func(*args, **kwargs)
         made = [value for value in tree_flatten(native)[0] if isinstance(value, Tensor)]
         if name in _UNINITIALISED:
-            _poison(made)
+            _do(partial(_poison, as_host_tree(made)), captured)
             return native
         if self._whole_numbers_only and not all(map(_is_whole, made)):
             return native
         self.computed += 1
-        host_kwargs = {key: _as_host_tree(value) for key, value in kwargs.items() if key != "pin_memory"}
-        found = _MEANINGS.get(str(func), func)(*_as_host_tree(args), **host_kwargs)
-        return _written(native, found, given)
+        host_kwargs = {key: as_host_tree(value) for key, value in kwargs.items() if key != "pin_memory"}
+        compute = partial(_MEANINGS.get(str(func), func), *as_host_tree(args), **host_kwargs)
+        if captured is None:
+            return _written(native, compute(), given)
+        # What is written in place is computed on the same memory; of the rest the graph's memory is written.
+        targets = tree_map(lambda one: None if any(one is other for other in given) else _as_host(one), native)
+        captured.append(lambda: _fill(targets, compute()))
+        return native
+
+    def _launched(self, number: int) -> None:
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                for compute in _graphs.get(number, ()):
+                    compute()
+        except Exception as error:  # noqa: BLE001 - nothing passes through C; the next operation raises it
+            self._failure = error
 
 
-def _stated(value: Any) -> Any:
+_LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+
+
+def _do(compute: Callable[[], object], captured: list[Callable[[], object]] | None) -> None:
+    """Now, or whenever the graph is launched."""
+    if captured is None:
+        compute()
+    else:
+        captured.append(compute)
+
+
+def _stated(value: Any, captured: list[Callable[[], object]] | None) -> Any:
     """What nothing has computed: numbers that the host reads are 1, whole numbers 0, the device's stay as they are."""
     if isinstance(value, float):
         return 1.0
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_stated, value))
+        return type(value)(_stated(one, captured) for one in value)
     if isinstance(value, Tensor):
         if _is_whole(value):
-            on_host(value).zero_()
+            _do(on_host(value).zero_, captured)
         elif not value.is_cuda:
             value.fill_(1)
     return value
@@ -135,7 +185,7 @@ def _stated(value: Any) -> Any:
 def _poison(made: list[Tensor]) -> None:
     for tensor in made:
         if tensor.is_floating_point():
-            on_host(tensor).fill_(math.nan)
+            tensor.fill_(math.nan)
 
 
 def _asks_for_numbers(func: Any, flat: list[Any]) -> bool:
@@ -163,7 +213,8 @@ def _moved(value: Any, device: torch.device) -> Any:
     return made
 
 
-def _as_host_tree(value: Any) -> Any:
+def as_host_tree(value: Any) -> Any:
+    """A tree of values whose tensors on the device are the host's views of their memory."""
     return tree_map(_as_host, value)
 
 
@@ -173,14 +224,23 @@ def _written(native: Any, found: Any, given: list[Tensor]) -> Any:
         if any(native is one for one in given):
             # Written in place: the host's kernel has written the same memory.
             return native
-        # CUDA pads what only it reads again, like the normalisers of attention.
-        target = on_host(native)[tuple(slice(size) for size in found.shape)]
-        if target.data_ptr() != found.data_ptr() or target.stride() != found.stride():
-            target.copy_(found)
+        _fill(on_host(native), found)
         return native
     if isinstance(native, (tuple, list)):
         return type(native)(_written(one, other, given) for one, other in zip(native, found, strict=True))
     return found
+
+
+def _fill(target: Any, found: Any) -> None:
+    """Write what was found into the host's view of the native outputs; None: it is there already."""
+    if isinstance(target, Tensor):
+        # CUDA pads what only it reads again, like the normalisers of attention.
+        target = target[tuple(slice(size) for size in found.shape)]
+        if target.data_ptr() != found.data_ptr() or target.stride() != found.stride():
+            target.copy_(found)
+    elif isinstance(target, (tuple, list)):
+        for one, other in zip(target, found, strict=True):
+            _fill(one, other)
 
 
 # What has no CPU kernel, by its meaning. Products of bf16 with an fp32 result are exact products, summed in fp32.
@@ -257,15 +317,29 @@ def _efficient_backward(
 
 
 def _gradients(
-    grad: Tensor, inputs: tuple[Tensor, ...], bias: Tensor | None, causal: bool, scale: float | None
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    whole: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Of q, k and v; by hand, because beneath a dispatch mode nothing is differentiated."""
+    """Of q, k and v; by hand, because beneath a dispatch mode nothing is differentiated.
+
+    ``whole``: outputs (b, h, n, k) and logarithms of the normalisers (b, h, n), where they are of more keys.
+    """
     heads = inputs[0].size(1)
     do, q, k, v = _wide(grad, inputs[0], *(_spread(x, heads) for x in inputs[1:]))
     scores, taken = _scores(q, k, bias, causal, scale)
-    weights = scores.softmax(-1).nan_to_num(0.0)
     inner = do @ v.transpose(-2, -1)
-    slopes = weights * (inner - (weights * inner).sum(-1, keepdim=True)) * taken
+    if whole is None:
+        weights = scores.softmax(-1).nan_to_num(0.0)
+        means = (weights * inner).sum(-1, keepdim=True)
+    else:
+        o, lse = _wide(*whole)
+        weights = torch.exp(scores - lse[..., None])
+        means = (do * o).sum(-1, keepdim=True)
+    slopes = weights * (inner - means) * taken
     found = (slopes @ k, slopes.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ do)
     return tuple(x.unflatten(1, (y.size(1), -1)).sum(2).to(y.dtype) for x, y in zip(found, inputs, strict=True))
 
@@ -305,8 +379,9 @@ def _flash_documents_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for own, keys, parts, hidden in _documents((q, k, v), (cut_q, cut_k), causal, window_size_left):
-        do = grad[own].transpose(0, 1)[None]
-        found = _gradients(do, parts, hidden, False, scale)
+        do, of_run = (x[own].transpose(0, 1)[None] for x in (grad, o))
+        # Of the keys of all parts, of which these may be one.
+        found = _gradients(do, parts, hidden, False, scale, whole=(of_run, lse[None, :, own]))
         for tensor, rows, gradient in zip(made, (own, keys, keys), found, strict=True):
             tensor[rows] = gradient[0].transpose(0, 1)
     return made

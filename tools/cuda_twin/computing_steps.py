@@ -23,7 +23,6 @@ from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 
 STEPS = 3
-MICRO_BATCHES = 2
 ROWS = 2
 
 
@@ -38,22 +37,28 @@ class ComputingCase:
     overrides: list[str] = field(default_factory=list)
     documents: bool = True
     """Several in each row; else one."""
+    micro_batches: int = 8
+    """Of a step, on all data ranks together."""
     first: int = 0
     """Steps before it are those of the checkpoint that is resumed; 0 begins anew."""
     last: int = STEPS
+    graphs: bool = False
+    """Whether micro-batches are captured as CUDA graphs where they can be."""
     checkpoints: str = ""
     """Directory of a run's checkpoints: read where steps come before, else written at the end; nothing where empty."""
 
 
-def step_batches(step: int, mesh: Mesh, *, tokens: int, vocab_size: int, documents: bool) -> Iterator[Batch]:
+def step_batches(
+    step: int, mesh: Mesh, *, tokens: int, vocab_size: int, documents: bool, micro_batches: int
+) -> Iterator[Batch]:
     """This rank's micro-batches of a step: the same whole rows for every layout."""
     generator = torch.Generator().manual_seed(step)
     n = tokens // mesh.sequence
     own = slice(mesh.sequence_rank * n, (mesh.sequence_rank + 1) * n)
-    for number in range(MICRO_BATCHES * 4):
+    for number in range(micro_batches):
         ids = torch.randint(0, vocab_size, (ROWS, tokens + 1), generator=generator)
         cuts = torch.randint(1, tokens, (ROWS, 3), generator=generator)
-        if number % mesh.data or number // mesh.data >= MICRO_BATCHES * 4 // mesh.data:
+        if number % mesh.data or number // mesh.data >= micro_batches // mesh.data:
             continue
         begins = torch.zeros(ROWS, tokens, dtype=torch.bool)
         begins[:, 0] = True
@@ -87,6 +92,7 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
             sequence=parallel.sequence,
             virtual_stages=parallel.virtual_stages,
             exchange=parallel.exchange,
+            attention=parallel.attention,
             ranks_per_node=parallel.ranks_per_node or case.world_size,
             device=device,
             rank=rank,
@@ -97,6 +103,9 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
         ) as mesh,
     ):
         engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
+        refused: list[str] = []
+        if case.graphs:
+            engine.capture_graphs(refused.append)
         if case.first:
             restored = Checkpoints(Path(case.checkpoints), mesh).restore(engine)
             assert restored is not None and restored.step == case.first
@@ -107,6 +116,7 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
                 tokens=config.data.sequence_length,
                 vocab_size=config.model.vocab_size,
                 documents=case.documents,
+                micro_batches=case.micro_batches,
             )
             sums = engine.forward_backward([batch.to(mesh.device) for batch in batches])
             gradients = {name: _kept(gradient) for name, _, gradient in engine.gradients()}
@@ -116,7 +126,8 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
         if case.checkpoints and not case.first:
             Saver(Path(case.checkpoints), mesh).save(engine, step=case.last, common={}, facts={})
         computed = mode.computed if isinstance(mode, Computing) else 0
-        return {"device": device, "computed": computed, "steps": steps}
+        replayed = engine.graphs.replayed if engine.graphs is not None else 0
+        return {"device": device, "computed": computed, "steps": steps, "refused": refused, "replayed": replayed}
 
 
 def _weights(engine: Engine) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ What a kernel would round within is not rounded, then: what is shown of it is it
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from cuda_twin.computing import on_host
+from cuda_twin.computing import as_host_tree, captured_here, on_host
 
 
 class _Copies:
@@ -47,10 +48,18 @@ def upcast() -> Iterator[None]:
     """While this is open, interpreted kernels compute in fp32 what they are given in bf16."""
     launch = GridExecutor.__call__
 
-    def launch_upcast(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+    def compute(executor: GridExecutor, args: Any, kwargs: Any) -> None:
         copies = _Copies()
         launch(executor, *map(copies.of, args), **{name: copies.of(value) for name, value in kwargs.items()})
         copies.round()
+
+    def launch_upcast(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        captured = captured_here()
+        if captured is None:
+            compute(executor, args, kwargs)
+        else:
+            # Of a graph, whenever that is launched.
+            captured.append(partial(compute, executor, as_host_tree(args), as_host_tree(kwargs)))
 
     with mock.patch.object(GridExecutor, "__call__", launch_upcast):
         yield

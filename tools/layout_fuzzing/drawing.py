@@ -1,108 +1,20 @@
-"""Configurations drawn from the schema: every field of what a layout can change, of every mixer and task.
+"""Configurations drawn from the schema, each with a layout of its ranks; see ``options.py`` for the values."""
 
-A field's values are those of its type: both of a bool, all of a Literal; of numbers those that ``NUMBERS`` names. A
-new option is drawn without a change here, unless it is a number: then ``undrawn`` names it, and a test asks for values
-or a reason.
-"""
-
+import functools
 import random
-import types
 import typing
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
-from lightscale.config.mixers import MIXERS, mixer_options_type
-from lightscale.config.model import ModelConfig
-from lightscale.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
-from lightscale.config.tasks import TASKS, task_class
-
-TOKENS = 48
-NUM_IDS = 128
-"""Of the tokenizer of the stores (``ascii``)."""
-
-NUMBERS: dict[str, list[Any]] = {
-    # The masked task has an id more than the tokenizer; tensor ranks divide neither 131 nor 301.
-    "model.vocab_size": [131, 160, 301],
-    "model.num_layers": [2, 4],
-    "model.hidden_size": [24, 32, 48],
-    "model.num_heads": [2, 4, 8],
-    "model.intermediate_size": [0, 24, 40],
-    "model.norm_eps": [1e-6, 1e-3],
-    "model.init_std": [0.02, 0.1],
-    "model.embedding_std": [None, 0.5],
-    "model.head.num_labels": [3],
-    "model.tpe.modes": [None, 3],
-    "gate_rank": [None, 3],
-    "num_key_value_heads": [None, 1, 2, 4],
-    "head_dim": [None, 6],
-    "key_head_dim": [None, 5],
-    "value_head_dim": [None, 6],
-    "num_value_heads": [None, 8, 16],
-    "rope_theta": [10000.0, 100.0],
-    "rope_scaling.factor": [8.0],
-    "llama.positions": ["rope", "none"],
-    "rope_fraction": [1.0, 0.5],
-    "window": [None, 5, 20],
-    "softmax_scale": [None, 0.7],
-    "attention_logit_cap": [None, 2.0],
-    "model.embedding_multiplier": [1.0, 5.0],
-    "model.final_logit_cap": [None, 2.0],
-    "rope_scaling.low_freq_factor": [1.0, None],
-    "rope_scaling.high_freq_factor": [4.0, None],
-    "rope_scaling.original_max_position_embeddings": [16],
-    "rope_scaling.beta_fast": [None, 4.0],
-    "rope_scaling.beta_slow": [None],
-    "rope_scaling.attention_factor": [None],
-    "eps": [1e-6, 0.1],
-    "initial_decay": [0.5, 0.9],
-    "short_convolution": [0, 2, 4],
-    "output_norm_eps": [1e-5, 0.1],
-    "expansion": [1, 2],
-    "positions": [None, TOKENS],
-    "task.mlm_probability": [0.15, 0.5],
-    "task.mask_replace_prob": [0.8, 0.5],
-    "task.random_replace_prob": [0.1, 0.3],
-    "train.micro_batch_size": [1, 2],
-    "train.recompute_layers": [None, 1],
-    "optimizer.weight_decay": [0.1, 0.0],
-    "optimizer.grad_clip": [1.0, 0.1],
-}
-"""By the key, or its last part."""
-
-NOT_DRAWN: dict[str, str] = {
-    "model.mixer": "drawn as the pattern of the layers",
-    "model.mixer_options": "drawn for each mixer",
-    "task.name": "drawn first",
-    "task.label": "the name of the store's array",
-    "task.seed": "decides the numbers, not how they come about",
-    "task.validation_mlm_probability": "of validation, which the fuzzer does not do",
-    "train.steps": "three",
-    "train.tokens": "as train.steps",
-    "train.global_batch_size": "drawn with the layout, which must divide it",
-    "train.seed": "decides the numbers, not how they come about",
-    "train.device": "the fuzzer is for CPUs",
-    "train.kernels": "back-ends are compared operator by operator (tests/kernels)",
-    "train.precision": "fp64 for comparisons, fp32 with the optimizer",
-    "train.validate_every": "of validation, which the fuzzer does not do",
-    "train.init_from": "changes what training begins with",
-    "train.profile_steps": "measures",
-    "optimizer.lr": "the schedule is a function of the step (tests/training)",
-    "optimizer.schedule": "as optimizer.lr",
-    "optimizer.warmup_steps": "as optimizer.lr",
-    "optimizer.decay_steps": "as optimizer.lr",
-    "optimizer.min_lr_ratio": "as optimizer.lr",
-    "optimizer.betas": "element by element",
-    "optimizer.eps": "element by element",
-    "parallel.tensor": "drawn as the layout",
-    "parallel.pipeline": "drawn as the layout",
-    "parallel.sequence": "drawn as the layout",
-    "parallel.data": "the rest of the ranks",
-    "parallel.virtual_stages": "drawn with the layout",
-    "parallel.ranks_per_node": "drawn with the exchange",
-}
-"""Fields that are not drawn by themselves, and why."""
+from layout_fuzzing.options import DRAWN_TASKS, IMAGE_GRIDS, NOT_DRAWN, NUMBERS, TOKENS, values_of
+from lightscale.config.mixers import MIXERS, Direction, mixer_options_type
+from lightscale.config.model import HeadConfig, ModelConfig, PatchesConfig
+from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
+from lightscale.config.schema import DataConfig, ParallelConfig, TrainConfig
+from lightscale.config.tasks import task_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,119 +27,147 @@ class Drawn:
     cuts: tuple[int, ...] | None = None
     """First token of each sequence rank."""
 
+    @property
+    def mixers(self) -> set[str]:
+        """Names of the mixers of the layers."""
+        named = self.keys["model.mixer"]
+        return set(named) if isinstance(named, list) else {named}
+
     def axes(self) -> dict[str, int]:
         """Ranks along each axis."""
         found = {axis: int(self.keys.get(f"parallel.{axis}", 1)) for axis in ("tensor", "pipeline", "sequence")}
         used = found["tensor"] * found["pipeline"] * found["sequence"]
         return {**found, "data": self.world_size // used}
 
+    def uses(self, axis: str) -> bool:
+        """Whether it has several ranks along ``axis``, or "uneven" segments, or "virtual stages"."""
+        if axis == "uneven":
+            return self.cuts is not None
+        if axis == "virtual stages":
+            return int(self.keys.get("parallel.virtual_stages", 1)) > 1
+        return self.axes()[axis] > 1
 
-def tables() -> dict[str, type[BaseModel]]:
-    """What is drawn from: the prefix of its keys, and its type. Of each mixer and each task its own."""
-    found: dict[str, type[BaseModel]] = {
-        "model": ModelConfig,
-        "train": TrainConfig,
-        "optimizer": OptimizerConfig,
-        "parallel": ParallelConfig,
-    }
-    found |= {f"task:{name}": task_class(name).options for name in TASKS}
-    for name in MIXERS:
-        options = mixer_options_type(name)
-        if options is not None:
-            found[f"model.mixer_options.{name}"] = options
-    return found
-
-
-def values_of(key: str, annotation: Any, default: Any) -> list[Any] | None:
-    """What a field may be drawn as; None: not known here."""
-    for known in (key, ".".join(key.split(".")[-2:]), key.rpartition(".")[2]):
-        if known in NUMBERS:
-            return NUMBERS[known]
-    origin = typing.get_origin(annotation)
-    if annotation is bool:
-        return [False, True]
-    if origin is Literal:
-        return list(typing.get_args(annotation))
-    if origin in (typing.Union, types.UnionType):
-        inner = [one for one in typing.get_args(annotation) if one is not type(None)]
-        if len(inner) == 1 and isinstance(inner[0], type) and issubclass(inner[0], BaseModel):
-            return [None, inner[0]]
-    if origin is typing.Annotated:
-        return values_of(key, typing.get_args(annotation)[0], default)
-    return None
-
-
-def undrawn() -> list[str]:
-    """Keys that are neither drawn nor in ``NOT_DRAWN``."""
-    found = []
-    for table, kind in tables().items():
-        prefix = table.partition(":")[0]
-        for name, one in kind.model_fields.items():
-            key = f"{prefix}.{name}"
-            if key not in NOT_DRAWN and values_of(key, one.annotation, one.default) is None:
-                found.append(key)
-    return found
+    def edges(self, tokens: int) -> tuple[int, ...]:
+        """Where uneven segments of a sequence of ``tokens`` begin, and its end."""
+        assert self.cuts is not None, "even segments"
+        return (*(cut * tokens // TOKENS for cut in self.cuts), tokens)
 
 
 class Drawer:
-    """Draws cases from ``rng``; ``share``: of the options that are not left at their defaults."""
+    """Draws cases from ``rng``.
 
-    def __init__(self, rng: random.Random, *, world_sizes: tuple[int, ...] = (2, 3, 4), share: float = 0.35) -> None:
-        self.rng, self.world_sizes, self.share = rng, world_sizes, share
+    share: of the options that are not left at their defaults. periods: lengths of the pattern of mixers.
+    """
 
-    def draw(self) -> Drawn:
-        """A case, which validation may refuse."""
-        rng = self.rng
-        task = rng.choice(sorted(TASKS))
-        directions = task_class(task).directions
-        able = [name for name, entry in MIXERS.items() if entry.directions & directions]
-        pattern = rng.sample(able, k=rng.choice((1, 1, 2)))
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        world_sizes: Sequence[int] = (2, 3, 4),
+        share: float = 0.35,
+        periods: Sequence[int] = (1, 1, 2),
+    ) -> None:
+        self.rng, self.world_sizes, self.share, self.periods = rng, world_sizes, share, periods
+        self._fixed: Mapping[str, Any] = {}
+
+    def draw(self, fixed: Mapping[str, Any] | None = None, *, axis: str | None = None) -> Drawn:
+        """A case, which validation may refuse.
+
+        Keys of ``fixed`` have its values wherever they are drawn at all; ``axis``: the layout uses it (``Drawn.uses``).
+        """
+        rng, self._fixed = self.rng, fixed or {}
+        mixer = self._fixed.get("model.mixer")
+        task = self._choose("task.name", [name for name in DRAWN_TASKS if self._can_be(name)] or DRAWN_TASKS)
+        kind = task_class(task)
+        able = [name for name, entry in MIXERS.items() if entry.directions & kind.directions and name != mixer]
+        pattern = rng.sample(able, k=rng.choice(self.periods))
+        if mixer is not None:
+            pattern[rng.randrange(len(pattern))] = mixer
         keys: dict[str, Any] = {"task.name": task, "model.mixer": pattern if len(pattern) > 1 else pattern[0]}
-        for name in ("num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size"):
-            keys[f"model.{name}"] = rng.choice(NUMBERS[f"model.{name}"])
+        sizes = ["num_layers", "hidden_size", "num_heads", "intermediate_size"]
+        # Images have no ids.
+        for name in sizes if kind.reads_images else [*sizes, "vocab_size"]:
+            keys[f"model.{name}"] = self._choose(f"model.{name}", NUMBERS[f"model.{name}"])
+        if kind.predicts_labels:
+            self._table(keys, "model.head", HeadConfig)
+        if kind.reads_images:
+            self._table(keys, "model.patches", PatchesConfig)
+            keys["model.grid"] = self._choose("model.grid", IMAGE_GRIDS)
         self._options(keys, "model", ModelConfig)
         for name in pattern:
-            options = mixer_options_type(name)
-            if options is not None:
-                self._options(keys, f"model.mixer_options.{name}", options)
-            if len(MIXERS[name].directions) == 2:
-                keys[f"model.mixer_options.{name}.causal"] = "causal" in directions
-        self._options(keys, "task", task_class(task).options)
+            self._mixer(keys, name, kind.directions)
+        self._options(keys, "task", kind.options)
         self._options(keys, "train", TrainConfig)
-        self._options(keys, "optimizer", OptimizerConfig)
-        # A head goes with labels alone, and then always.
-        head = {key: value for key, value in keys.items() if key.startswith("model.head.")}
-        keys = {key: value for key, value in keys.items() if not key.startswith("model.head")}
-        if task == "classify":
-            keys |= {"model.head.num_labels": 3} | head
-        keys["data.packing"] = "whole" if task == "classify" else rng.choice(("concat", "joined", "whole"))
-        world_size = rng.choice(self.world_sizes)
-        self._layout(keys, world_size)
-        drawn = Drawn(world_size=world_size, keys=keys, cuts=self._cuts(keys))
-        keys["train.global_batch_size"] = keys.get("train.micro_batch_size", 1) * _micro_batches(drawn)
+        self._options(keys, "data", DataConfig)
+        able = [name for name in OPTIMIZERS if self._has_fields("optimizer", optimizer_class(name).options)]
+        keys["optimizer.name"] = optimizer = self._choose("optimizer.name", able)
+        self._options(keys, "optimizer", optimizer_class(optimizer).options)
+        packing = "concat" if kind.reads_images else "whole" if kind.keeps_documents_whole else None
+        keys["data.packing"] = self._choose("data.packing", [packing] if packing else _values(DataConfig, "packing"))
+        drawn = self._with_layout(keys)
+        while axis is not None and not drawn.uses(axis):
+            drawn = self._with_layout(keys)
+        fewest = keys.get("train.micro_batch_size", 1) * _micro_batches(drawn)
+        drawn.keys["train.global_batch_size"] = self._choose("train.global_batch_size", [fewest])
         return drawn
 
+    def _can_be(self, task: str) -> bool:
+        """Whether a model for ``task`` has the mixer and all keys that are fixed."""
+        kind, mixer = task_class(task), self._fixed.get("model.mixer")
+        has = {"model.head": kind.predicts_labels, "model.patches": kind.reads_images}
+        has["model.vocab_size"] = not kind.reads_images
+        return (
+            (mixer is None or bool(kind.directions & MIXERS[mixer].directions))
+            and self._has_fields("task", kind.options)
+            and all(able for key, able in has.items() if self._has_fixed(key))
+        )
+
+    def _has_fields(self, section: str, kind: type[BaseModel]) -> bool:
+        """Whether all fixed keys of ``section`` are fields of ``kind``."""
+        inside = [key.split(".")[1] for key in self._fixed if key.startswith(f"{section}.")]
+        return all(name in kind.model_fields for name in inside)
+
+    def _choose(self, key: str, values: Sequence[Any]) -> Any:
+        return self._fixed[key] if key in self._fixed else self.rng.choice(values)
+
+    def _has_fixed(self, key: str) -> bool:
+        """Whether ``key``, or one of its table, has a fixed value."""
+        return any(f"{one}.".startswith(f"{key}.") for one in self._fixed)
+
+    def _mixer(self, keys: dict[str, Any], name: str, directions: Collection[Direction]) -> None:
+        prefix, entry = f"model.mixer_options.{name}", MIXERS[name]
+        options = mixer_options_type(name)
+        if len(entry.directions) == 2:
+            fitting = [direction == "causal" for direction in sorted(directions)]
+            keys[f"{prefix}.causal"] = self._choose(f"{prefix}.causal", fitting)
+        if options is not None:
+            self._options(keys, prefix, options)
+
     def _options(self, keys: dict[str, Any], prefix: str, kind: type[BaseModel]) -> None:
-        for name, one in kind.model_fields.items():
-            key = f"{prefix}.{name}"
-            values = values_of(key, one.annotation, one.default)
-            if key in keys or key in NOT_DRAWN or values is None or self.rng.random() > self.share:
+        for key, values in _drawn_fields(prefix, kind):
+            if key in keys or any(had.startswith(f"{key}.") for had in keys):
                 continue
-            value = self.rng.choice(values)
-            if isinstance(value, type):
-                self._table(keys, key, value)
-            else:
-                keys[key] = value
+            if self._has_fixed(key) or self.rng.random() < self.share:
+                self._value(keys, key, values)
 
     def _table(self, keys: dict[str, Any], prefix: str, kind: type[BaseModel]) -> None:
-        """All fields of a table that is there or not."""
-        for name, one in kind.model_fields.items():
-            values = values_of(f"{prefix}.{name}", one.annotation, one.default)
-            if values is not None:
-                keys[f"{prefix}.{name}"] = self.rng.choice(values)
+        """Fields of a table that is there or not: those without a default, and half of the others."""
+        for key, values in _drawn_fields(prefix, kind):
+            is_required = kind.model_fields[key.rpartition(".")[2]].is_required()
+            if is_required or self._has_fixed(key) or self.rng.random() < 0.5:
+                self._value(keys, key, values)
 
-    def _layout(self, keys: dict[str, Any], world_size: int) -> None:
-        rng, left = self.rng, world_size
+    def _value(self, keys: dict[str, Any], key: str, values: Sequence[Any]) -> None:
+        is_inside = self._has_fixed(key) and key not in self._fixed
+        value = self._choose(key, [one for one in values if isinstance(one, type)] if is_inside else values)
+        if isinstance(value, type):
+            self._table(keys, key, value)
+        else:
+            keys[key] = value
+
+    def _with_layout(self, model: dict[str, Any]) -> Drawn:
+        rng, keys = self.rng, dict(model)
+        world_size = left = rng.choice(self.world_sizes)
         for axis in rng.sample(("tensor", "pipeline", "sequence", "data"), k=4):
             ranks = rng.choice([n for n in range(1, left + 1) if left % n == 0])
             left //= ranks
@@ -236,12 +176,14 @@ class Drawer:
         if left > 1:
             # Not all were given out: to sequence ranks, which every model can have.
             keys["parallel.sequence"] *= left if rng.random() < 0.5 else 1
-        if keys["parallel.pipeline"] > 1 and rng.random() < 0.3:
+        if keys["parallel.pipeline"] > 1 and (self._has_fixed("parallel.virtual_stages") or rng.random() < 0.3):
             keys["parallel.virtual_stages"] = 2
         if keys["parallel.sequence"] > 1:
-            keys["parallel.exchange"] = rng.choice(("gather", "ring", "two_level"))
+            for name in ("exchange", "attention"):
+                keys[f"parallel.{name}"] = self._choose(f"parallel.{name}", _values(ParallelConfig, name))
             if keys["parallel.exchange"] == "two_level":
                 keys["parallel.ranks_per_node"] = rng.choice((1, 2, 4))
+        return Drawn(world_size=world_size, keys=keys, cuts=self._cuts(keys))
 
     def _cuts(self, keys: dict[str, Any]) -> tuple[int, ...] | None:
         """Uneven segments, some of them empty, where one tensor rank and one stage allow any length."""
@@ -251,10 +193,29 @@ class Drawer:
         return (0, *sorted(self.rng.choice((0, TOKENS, self.rng.randrange(TOKENS))) for _ in range(ranks - 1)))
 
 
+@functools.cache
+def _drawn_fields(prefix: str, kind: type[BaseModel]) -> list[tuple[str, list[Any]]]:
+    """Keys of the fields that are drawn, with their values."""
+    fields = [(f"{prefix}.{name}", one.annotation) for name, one in kind.model_fields.items()]
+    found = [(key, values_of(key, annotation)) for key, annotation in fields if key not in NOT_DRAWN]
+    return [(key, values) for key, values in found if values is not None]
+
+
+def _values(kind: type[BaseModel], name: str) -> list[Any]:
+    """All of a Literal."""
+    return list(typing.get_args(kind.model_fields[name].annotation))
+
+
 def _micro_batches(drawn: Drawn) -> int:
     """Of a step, on all data ranks: the fewest, but two, that the layout divides."""
     axes = drawn.axes()
     return max(2, axes["data"] * (axes["pipeline"] if "parallel.virtual_stages" in drawn.keys else 1))
+
+
+def with_value(keys: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """``keys`` with another value of ``key``: a table that it replaces, or that has it, is not there or is."""
+    kept = {one: held for one, held in keys.items() if not one.startswith(f"{key}.") and not key.startswith(f"{one}.")}
+    return {**kept, key: value}
 
 
 def nested(keys: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layout_fuzzing.drawing import NUM_IDS, TOKENS, Drawn, nested
-from lightscale.config.layout import check_layout, check_mixers
+from layout_fuzzing.configuration import config_of
+from layout_fuzzing.drawing import Drawn
+from layout_fuzzing.options import NUM_IDS, STEPS
 from lightscale.config.schema import RunConfig
 from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
@@ -20,8 +21,7 @@ from lightscale.errors import UserError
 from lightscale.exchange.files.weights import exported_tensors, shape_of, stored_parts
 from lightscale.exchange.imported import model_of
 from lightscale.exchange.plain.model import CausalModel
-from lightscale.models.accounting import rank_parameters
-from lightscale.models.registry import check_model
+from lightscale.models.accounting import rank_parameters, rank_parameters_by_name
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters, shard, unpadded_rows
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -32,7 +32,6 @@ from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.health.copies import check_copies
 from lightscale.training.optimizer.registry import optimizer_spec
 
-STEPS = 3
 FP64_LIMIT, FP32_LIMIT = 1e-7, 1e-3
 _STEP = 0.05
 """Of the gradient in units of its norm: weights move far enough that a wrong one shows in the next step."""
@@ -49,26 +48,6 @@ class Job:
     """A folder for what the jobs of a case leave each other."""
     what: str
     """reference, compare, optimize, resume, move, follow: see ``run``."""
-
-
-def config_of(drawn: Drawn, stores: str) -> RunConfig:
-    """The run of a case. UserError or ValueError where it is none."""
-    tables = nested(drawn.keys)
-    micro = drawn.keys.get("train.micro_batch_size", 1)
-    store = "labelled" if drawn.keys["task.name"] == "classify" else "text"
-    config = RunConfig.model_validate(
-        {
-            **tables,
-            "data": {"store": f"{stores}/{store}", "sequence_length": TOKENS, **tables.get("data", {})},
-            "optimizer": {"lr": 1e-3, **tables.get("optimizer", {})},
-            # Cases that were kept before the batch was drawn had four micro-batches.
-            "train": {"steps": STEPS, "device": "cpu", "global_batch_size": 4 * micro, **tables.get("train", {})},
-        }
-    )
-    check_model(config.model, config.parallel)
-    check_mixers(config.model, config.parallel)
-    check_layout(config, drawn.world_size)
-    return config
 
 
 def on_one(drawn: Drawn) -> Drawn:
@@ -95,6 +74,7 @@ def run(rank: int, world_size: int, init_method: str, job: Job, timeout_s: float
         sequence=parallel.sequence,
         virtual_stages=parallel.virtual_stages,
         exchange=parallel.exchange,
+        attention=parallel.attention,
         ranks_per_node=parallel.ranks_per_node or world_size,
         device="cpu",
         rank=rank,
@@ -141,10 +121,9 @@ class _Case:
 
     def batches(self) -> list[Any]:
         found: list[Any] = [batch.to(self.mesh.device) for batch in self.loader.next_step()]
-        cuts = self.drawn.cuts
-        if cuts is None:
+        if self.drawn.cuts is None:
             return found
-        edges = (*cuts, TOKENS)
+        edges = self.drawn.edges(found[0].labels.size(1))
         own = slice(edges[self.mesh.sequence_rank], edges[self.mesh.sequence_rank + 1])
         lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
         names = ("tokens", "labels", "loss_mask", "positions")
@@ -227,9 +206,11 @@ class _Case:
         return float(total)
 
     def _planned_bytes(self) -> float:
-        parameters = rank_parameters(self.config.model, tensor=self.mesh.tensor, pipeline=self.mesh.pipeline)
-        spec = optimizer_spec(self.config.optimizer)
-        return spec.state_bytes * sum(parameters) * self.mesh.tensor
+        axes = {"tensor": self.mesh.tensor, "pipeline": self.mesh.pipeline}
+        spec = optimizer_spec(self.config)
+        stages = rank_parameters_by_name(self.config.model, **axes)
+        held = sum(spec.state_bytes(name) * count for stage in stages for name, count in stage.items())
+        return held * self.mesh.tensor
 
     def resume(self) -> dict[str, float]:
         expected = torch.load(self.folder / "losses.pt")
@@ -252,14 +233,16 @@ class _Case:
             return errors
         (module,) = self.engine.chunks
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(1, NUM_IDS, (1, 40), generator=generator)
-        positions = torch.arange(40)[None]
+        # A document that is a grid is not longer.
+        whole_tokens = 40 if model.grid is None else min(40, model.grid.document_tokens)
+        tokens = torch.randint(1, NUM_IDS, (1, whole_tokens), generator=generator)
+        positions = torch.arange(whole_tokens)[None]
         with torch.no_grad():
             for _, parameter in named_parameters(module):
                 noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.add_(0.02 * noise)
             whole = module(tokens, positions)[..., :NUM_IDS]
-            for parts in ([7, 1, 13, 19], [1] * 40):
+            for parts in ([7, 1, 13, whole_tokens - 21], [1] * whole_tokens):
                 states: dict[str, Any] = {}
                 pieces = zip(tokens.split(parts, 1), positions.split(parts, 1), strict=True)
                 found = torch.cat([module(ids, own, states=states) for ids, own in pieces], 1)[..., :NUM_IDS]

@@ -1,19 +1,26 @@
-"""Small made-up stores: text of two sources, one with a loss mask, and documents with labels."""
+"""Small made-up stores.
 
+Text of two sources, one with a loss mask; documents with labels; questions with answers; texts of one length, with
+labels and a loss mask, as grids; images of random pixels.
+"""
+
+import itertools
 import random
 import string
 from pathlib import Path
 
 import numpy as np
 
+from layout_fuzzing.options import IMAGE_GRIDS, NUMBERS, TOKENS
 from lightscale.data_pipeline.store.token_store import StoreWriter
 from lightscale.data_pipeline.tokenizers.ascii_characters import AsciiTokenizer
+from lightscale.data_pipeline.tokenizers.no_text import NoText
 
 _LABELS = 3
 
 
 def write_stores(folder: Path) -> None:
-    """``text`` and ``labelled`` in ``folder``; documents of 0 to 90 characters."""
+    """``text``, ``labelled``, ``answers``, ``grids-TOKENS`` and ``images-HEIGHTxWIDTHxCHANNELS`` in ``folder``."""
     rng, tokenizer = random.Random(0), AsciiTokenizer()
     with StoreWriter(folder / "text", tokenizer) as writer:
         for name, masked in (("plain", False), ("masked", True)):
@@ -23,10 +30,46 @@ def write_stores(folder: Path) -> None:
                 mask = np.array([rng.random() < 0.7 for _ in ids], dtype=np.uint8) if masked else None
                 source.append(ids, num_bytes=len(ids), loss_mask=mask)
         writer.finish({})
+    for tokens in (TOKENS // 2, TOKENS):
+        _write_grids(folder, tokens)
+    for grid, size, channels in itertools.product(IMAGE_GRIDS, NUMBERS["model.patches.size"], (1, 3)):
+        height, width = (number * extent for number, extent in zip(grid["shape"], size, strict=True))
+        _write_images(folder, (height, width, channels))
+    with StoreWriter(folder / "answers", tokenizer) as writer:
+        source = writer.source("sums", "train", has_loss_mask=True)
+        for _ in range(200):
+            # Whole in a sequence, so that each has tokens that count.
+            asked, answer = ("".join(rng.choices(string.digits, k=rng.randint(1, most))) for most in (30, 15))
+            mask = np.repeat([0, 1], [len(asked), len(answer)])
+            source.append(tokenizer.encode(asked + answer), num_bytes=len(mask), loss_mask=mask)
+        writer.finish({})
     with StoreWriter(folder / "labelled", tokenizer) as writer:
         source = writer.source("words", "train", documents={"label": "int32"})
         for _ in range(300):
             label = rng.randrange(_LABELS)
             text = "".join(rng.choices(("abc", "def", "ghi")[label], k=rng.randint(1, 40)))
             source.append(tokenizer.encode(text), num_bytes=len(text), documents={"label": label})
+        writer.finish({})
+
+
+def _write_grids(folder: Path, tokens: int) -> None:
+    rng, tokenizer = random.Random(tokens), AsciiTokenizer()
+    with StoreWriter(folder / f"grids-{tokens}", tokenizer) as writer:
+        source = writer.source("slices", "train", has_loss_mask=True, documents={"label": "int32"})
+        for _ in range(200):
+            # The store writes the end-of-text token before it.
+            ids = tokenizer.encode("".join(rng.choices(string.ascii_letters + " ", k=tokens - 1)))
+            mask = np.array([rng.random() < 0.7 for _ in ids], dtype=np.uint8)
+            source.append(ids, num_bytes=len(ids), loss_mask=mask, documents={"label": rng.randrange(_LABELS)})
+        writer.finish({})
+
+
+def _write_images(folder: Path, shape: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(shape)
+    with StoreWriter(folder / f"images-{'x'.join(map(str, shape))}", NoText(), image_shape=shape) as writer:
+        pixels = int(np.prod(shape))
+        source = writer.source("photos", "train", documents={"image": ("uint8", (pixels,)), "label": "int32"})
+        for _ in range(40):
+            image = rng.integers(0, 256, pixels, dtype=np.uint8)
+            source.append([], num_bytes=pixels, documents={"image": image, "label": int(rng.integers(_LABELS))})
         writer.finish({})

@@ -23,9 +23,7 @@ def configuration_text() -> str:
     for described in describe_fields():
         tables[described.key.rpartition(".")[0]].append(described)
     files = _shipped_files()
-    return "\n".join(
-        text for table, keys in tables.items() for text in (_heading(table), *(_entry(one, files) for one in keys))
-    )
+    return "\n".join(text for table, keys in tables.items() for text in (_heading(table), *_entries(keys, files)))
 
 
 def _heading(table: str) -> str:
@@ -37,10 +35,19 @@ def _heading(table: str) -> str:
     return f"## \\[{table}\\]\n\n{sentence(summary)}"
 
 
-def _entry(described: FieldDescription, files: Files) -> str:
+def _entries(keys: list[FieldDescription], files: Files) -> Iterator[str]:
+    """One for each; several optimizers may have a key of one name, and links lead to the first."""
+    seen: set[str] = set()
+    for one in keys:
+        yield _entry(one, files, again=one.key in seen)
+        seen.add(one.key)
+
+
+def _entry(described: FieldDescription, files: Files, *, again: bool) -> str:
     default = "required" if described.default == "(required)" else code(described.default)
     options = [("type", plain(described.type)), ("default", default), ("no-contents-entry", "")]
-    body = "\n\n".join([plain(described.description), *_uses(described, files)])
+    options += [("no-index", "")] if again else []
+    body = "\n\n".join([plain(described.description), *(() if again else _uses(described, files))])
     return directive("confval", described.key, body, options)
 
 

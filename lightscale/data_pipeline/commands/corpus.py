@@ -19,7 +19,8 @@ from lightscale.data_pipeline.preparation.sources import STDLIB, STDLIB_PATH
 from lightscale.errors import UserError
 
 _CORPUS_SUFFIX = ".toml"
-_DEFAULT_VALIDATION = 0.02
+DEFAULT_VALIDATION = 0.02
+"""Share of the documents that is held out."""
 # With a corpus file these are keys of the file.
 _PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "text_field", "label_field", "language")
 
@@ -43,7 +44,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     )
     add("--tokenizer", help=f"{tokenizers} (default: {TRAINED_TOKENIZER})")
     add("--vocab-size", type=int, help=f"vocabulary size of a tokenizer trained here (default: {DEFAULT_VOCAB_SIZE})")
-    validation = f"share of the documents to hold out (default: {_DEFAULT_VALIDATION})"
+    validation = f"share of the documents to hold out (default: {DEFAULT_VALIDATION})"
     add("--validation", type=float, metavar="SHARE", help=validation)
     suffixes = f"suffixes of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
     add("--suffixes", help=suffixes)
@@ -81,14 +82,18 @@ def read_corpus(args: argparse.Namespace) -> Corpus:
     return load_corpus(files[0])
 
 
+def source_name(args: argparse.Namespace) -> str:
+    """The default name of the source of PATHs: that of the first."""
+    first = args.paths[0].resolve() if isinstance(args.paths[0], Path) else Path(args.paths[0].name)
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", first.name if first.is_dir() else first.stem).strip("-.") or "corpus"
+
+
 def _corpus_of_paths(args: argparse.Namespace) -> Corpus:
     """One source. Every document is kept, unless a language is given."""
     if args.corpus == STDLIB:
         paths, name = [STDLIB_PATH], STDLIB
     else:
-        first = args.paths[0].resolve() if isinstance(args.paths[0], Path) else Path(args.paths[0].name)
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", first.name if first.is_dir() else first.stem).strip("-.") or "corpus"
-        paths = [str(path) for path in args.paths]
+        paths, name = [str(path) for path in args.paths], source_name(args)
     source: dict[str, Any] = {"paths": paths}
     if args.suffixes is not None:
         source["suffixes"] = [suffix.strip() for suffix in args.suffixes.split(",") if suffix.strip()]
@@ -98,7 +103,7 @@ def _corpus_of_paths(args: argparse.Namespace) -> Corpus:
     tokenizer = args.tokenizer or TRAINED_TOKENIZER
     table: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "validation": _DEFAULT_VALIDATION if args.validation is None else args.validation,
+        "validation": DEFAULT_VALIDATION if args.validation is None else args.validation,
         "duplicates": {"exact": False, "near": False},
         "sources": {args.name or name: source},
     }

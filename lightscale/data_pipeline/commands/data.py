@@ -2,23 +2,27 @@
 
 import argparse
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.text import Text
 
 from lightscale.config.arguments import add_run, path_argument
+from lightscale.data_pipeline.chat.prepared import MarkupTokenizer
 from lightscale.data_pipeline.commands import made, plan, prepare, train_classifier, upgrade, verify
 from lightscale.data_pipeline.commands.printed_report import print_report
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore, source_identity
-from lightscale.data_pipeline.tokenizers import load_tokenizer
+from lightscale.data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from lightscale.output.terminal import plain_console
 
-_SAMPLE_TOKENS = 120
+_SAMPLE_TOKENS, _CONVERSATION_TOKENS = 120, 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +92,7 @@ def _inspect(args: argparse.Namespace) -> int:
             "fingerprint": store.fingerprint(),
             "samples": samples,
         }
-        print(json.dumps({**report, **content, "sources": sources}, ensure_ascii=False))
+        print(json.dumps({**report, **content, "sources": sources}))
         return 0
     console = plain_console(soft_wrap=True)
     console.print(f"{args.store}: fingerprint {store.fingerprint()}")
@@ -97,10 +101,15 @@ def _inspect(args: argparse.Namespace) -> int:
     print_report(console, report)
     for name, source in store.sources.items():
         console.print(f"{name}: {_describe_extras(source)}")
+    # What counts, also for those who see no colours.
+    counts = "bold underline" if console.no_color or console.color_system is None else "bold green"
     for sample in samples:
         label = "" if sample["label"] is None else f", label {sample['label']}"
         console.rule(f"{sample['source']}, document {sample['document']:,}{label}{_place(sample['origin'])}")
-        console.print(Text(sample["text"]))
+        text = Text(sample["text"])
+        for begin, end in sample["counted"] or ():
+            text.stylize(counts, begin, end)
+        console.print(text)
     return 0
 
 
@@ -113,29 +122,58 @@ def _samples(store: TokenStore, num_documents: int) -> Iterator[dict[str, Any]]:
     count = min(num_documents, source.num_documents)
     for index in (number * source.num_documents // count for number in range(count)):
         start, stop = source.document(index)
-        ids = source.read(start + 1, min(stop, start + 1 + _SAMPLE_TOKENS))
+        stop = min(stop, start + 1 + (_CONVERSATION_TOKENS if source.has_loss_mask else _SAMPLE_TOKENS))
+        text, counted = _text_and_counted(tokenizer, source.read(start + 1, stop), source.loss_mask(start + 1, stop))
         origin = source.origin(index)
         yield {
             "source": source.name,
             "document": index,
             "origin": asdict(origin) if origin else None,
             "label": store.label(source.name, index),
-            "text": tokenizer.decode(ids),
+            "text": text,
+            "counted": counted if source.has_loss_mask else None,
         }
+
+
+def _text_and_counted(
+    tokenizer: Tokenizer, ids: NDArray[np.uint32], mask: NDArray[np.uint8]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of (n,) ``ids``, special tokens spelled, and the spans of it whose tokens count by the (n,) ``mask``."""
+    decode = tokenizer.decode_markup if isinstance(tokenizer, MarkupTokenizer) else tokenizer.decode
+    text, counted = "", []
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    for begin, end in itertools.pairwise(edges):
+        part = decode(ids[begin:end])
+        if end > begin and mask[begin] and part:
+            counted.append((len(text), len(text) + len(part)))
+        text += part
+    return text, counted
 
 
 def _extras(source: TokenSource) -> dict[str, Any]:
     """What a source has beside its tokens."""
-    arrays = {name: str(dtype) for name, dtype in source.document_arrays.items()}
-    return {"loss_mask": source.has_loss_mask, "document_arrays": arrays, "origins": source.has_origins}
+    return {
+        "loss_mask": source.has_loss_mask,
+        "token_arrays": {name: _type_name(dtype) for name, dtype in source.token_arrays.items()},
+        "document_arrays": {name: _type_name(dtype) for name, dtype in source.document_arrays.items()},
+        "origins": source.has_origins,
+    }
+
+
+def _type_name(dtype: np.dtype[Any]) -> str:
+    return " x ".join([str(dtype.base), *map(str, dtype.shape)])
 
 
 def _describe_extras(source: TokenSource) -> str:
-    arrays = ", ".join(f"{name} ({dtype})" for name, dtype in source.document_arrays.items())
+    tokens, documents = (
+        ", ".join(f"{name} ({_type_name(dtype)})" for name, dtype in arrays.items())
+        for arrays in (source.token_arrays, source.document_arrays)
+    )
     return "; ".join(
         [
             "a loss mask selects the labels that count" if source.has_loss_mask else "every label counts",
-            f"document arrays: {arrays}" if arrays else "no document arrays",
+            *([f"token arrays: {tokens}"] if tokens else []),
+            f"document arrays: {documents}" if documents else "no document arrays",
             "files and positions of its documents" if source.has_origins else "origins of its documents not stored",
         ]
     )

@@ -50,7 +50,7 @@ def _plan(args: argparse.Namespace) -> int:
     found = estimate(corpus, sample=args.sample)
     planned = forecast(corpus, found, hosts=args.hosts, workers=args.workers)
     if args.json:
-        print(json.dumps({**found.record(), "preparation": planned.record()}, ensure_ascii=False))
+        print(json.dumps({**found.record(), "preparation": planned.record()}))
     else:
         console = plain_console(soft_wrap=True)
         _show(console, found)

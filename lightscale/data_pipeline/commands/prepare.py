@@ -1,4 +1,4 @@
-"""``lightscale data prepare``: a corpus file, or paths and a few options, to a token store."""
+"""``lightscale data prepare``: a corpus file, or paths and a few options, to a token store; images: ``images.py``."""
 
 import argparse
 import contextlib
@@ -8,11 +8,13 @@ from typing import Any
 
 from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.corpus import add_corpus, is_corpus_file, read_corpus
+from lightscale.data_pipeline.commands.images import add_images, check_no_images, prepare_images_command
 from lightscale.data_pipeline.commands.printed_report import show_store
 from lightscale.data_pipeline.executors import ExecutorFactory, InProcess, ProcessPool, mpi
 from lightscale.data_pipeline.executors.ray_cluster import RayCluster
 from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
+from lightscale.data_pipeline.store.format import VALIDATION_SUFFIX
 from lightscale.errors import UserError
 from lightscale.output.progress import progress_bars
 
@@ -21,9 +23,10 @@ _EXECUTORS = ("processes", "mpi", "ray")
 
 def add_parser(commands: Any) -> None:
     """Add ``prepare`` to the commands of ``lightscale data``."""
-    parser = commands.add_parser("prepare", help="prepare a token store from a corpus")
+    parser = commands.add_parser("prepare", help="prepare a token store from a corpus, or from images")
     parser.set_defaults(run_data=_prepare, base=None)
     _add_arguments(parser)
+    add_images(parser)
     parser = commands.add_parser(
         "add",
         help="extend a token store with new files",
@@ -33,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "train on it; full shards are shared through hard links.",
     )
     parser.add_argument("base", type=path_argument, metavar="STORE", help="a store of `data prepare` or `data add`")
-    parser.set_defaults(run_data=_prepare)
+    parser.set_defaults(run_data=_prepare_texts)
     _add_arguments(parser)
 
 
@@ -57,6 +60,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    if args.images is not None:
+        return prepare_images_command(args)
+    check_no_images(args)
+    return _prepare_texts(args)
+
+
+def _prepare_texts(args: argparse.Namespace) -> int:
     with _executor(args) as make_executor:
         return 0 if make_executor is None else _prepare_with(make_executor, args)
 
@@ -80,8 +90,13 @@ def _prepare_with(make_executor: ExecutorFactory, args: argparse.Namespace) -> i
         return 0
     if args.base is not None:
         console.print(_added(report))
-    elif len(report["sources"]) == len(report["corpus"]) and any(map(corpus.validation_of, corpus.sources)):
-        console.print("note: no document was held out; use more documents or a larger validation share")
+    elif none_held_out := [
+        name
+        for name in corpus.sources
+        if corpus.validation_of(name) and name + VALIDATION_SUFFIX not in report["sources"]
+    ]:
+        names = ", ".join(none_held_out)
+        console.print(f"note: no document of {names} was held out; use more documents or a larger validation share")
     num_bytes = sum(source["stages"]["read"]["bytes"] for source in report["corpus"].values())
     rate = num_bytes / seconds / 1e6
     console.print(f"wrote {args.out} in {seconds:.1f} s ({rate:.2f} MB of text per second); see {args.out}/report.html")

@@ -17,7 +17,7 @@ _MOST_CLASSES = 50
 def show_store(args: argparse.Namespace, report: dict[str, Any], seconds: float) -> Console | None:
     """Print the report of a new store ``args.out``: as JSON, or as text on the console that is returned."""
     if args.json:
-        print(json.dumps({"store": str(args.out), "seconds": seconds, **report}, ensure_ascii=False))
+        print(json.dumps({"store": str(args.out), "seconds": seconds, **report}))
         return None
     console = plain_console(soft_wrap=True)
     print_report(console, report)
@@ -26,44 +26,67 @@ def show_store(args: argparse.Namespace, report: dict[str, Any], seconds: float)
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Print the content of a ``report.json`` as text."""
-    tokenizer = report["tokenizer"]
-    console.print(
-        f"tokenizer {tokenizer['name']}: {tokenizer['vocab_size']:,} ids, end of text {tokenizer['eot_id']}, "
-        f"sha256 {tokenizer['sha256'][:16]}…"
-    )
-    console.print(_sources(report))
+    if (images := report.get("images")) is not None:
+        _print_images(console, images)
+    else:
+        tokenizer = report["tokenizer"]
+        console.print(
+            f"tokenizer {tokenizer['name']}: {tokenizer['vocab_size']:,} ids, end of text {tokenizer['eot_id']}, "
+            f"sha256 {tokenizer['sha256'][:16]}…"
+        )
+    console.print(_sources(report, of_images=images is not None))
     if weights := report.get("weights"):
         console.print("weights: " + ", ".join(f"{name} {weight:.7g}" for name, weight in weights.items()))
     if any("classes" in source for source in report["sources"].values()):
         console.print(_classes(report))
     for name, source in report.get("corpus", {}).items():
         _print_dropped(console, name, source["stages"])
-    entropy = report["unigram_entropy_nats"]
+    if images is None:
+        _print_entropies(console, report["unigram_entropy_nats"])
+    _print_problems(console, report["problems"])
+
+
+def _print_entropies(console: Console, entropy: dict[str, float]) -> None:
     console.print(f"unigram entropy: {entropy['train']:.4f} nats/token (training split)")
     if "validation" in entropy:
         console.print(
             f"    validation split: {entropy['validation']:.4f} nats/token by its own frequencies, "
             f"{entropy['validation_under_train']:.4f} by those of the training split"
         )
-    for reason, problem in report["problems"].items():
+
+
+def _print_problems(console: Console, problems: dict[str, Any]) -> None:
+    for reason, problem in problems.items():
         console.print(f"warning: {reason}: {problem['count']:,}")
         for example in problem["examples"][:5]:
             console.print(f"    {example}")
 
 
-def _sources(report: dict[str, Any]) -> Table:
+def _sources(report: dict[str, Any], *, of_images: bool) -> Table:
     table = Table("source")
-    for heading in ("documents", "MB of text", "tokens", "bytes/token"):
+    of_texts = ("documents", "MB of text", "tokens", "bytes/token")
+    headings = ("images", "MB of pixels") if of_images else of_texts
+    for heading in headings:
         table.add_column(heading, justify="right")
     for name, source in report["sources"].items():
-        table.add_row(
-            name,
+        values = (
             f"{source['documents']:,}",
             f"{source['bytes'] / 1e6:,.2f}",
             f"{source['tokens']:,}",
             f"{source['bytes_per_token']:.3f}",
         )
+        table.add_row(name, *values[: len(headings)])
     return table
+
+
+def _print_images(console: Console, images: dict[str, Any]) -> None:
+    height, width, channels = images["shape"]
+    changes = {"crop": "scaled and cut", "stretch": "scaled", None: "not scaled"}[images["resize"]]
+    modes = "converted" if images["convert"] else "not converted"
+    console.print(
+        f"images of {height} x {width} pixels, {channels} channel{'s' * (channels > 1)}: {images['read']:,} read, "
+        f"{changes}, modes {modes}"
+    )
 
 
 def _classes(report: dict[str, Any]) -> Table:

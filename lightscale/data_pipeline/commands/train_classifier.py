@@ -90,7 +90,7 @@ def _train(args: argparse.Namespace) -> int:
     }
     classifier.save(args.out, weights, bias, about=found)
     if args.json:
-        print(json.dumps({"classifier": str(args.out), **found, "problems": problems.as_json()}, ensure_ascii=False))
+        print(json.dumps({"classifier": str(args.out), **found, "problems": problems.as_json()}))
         return 0
     console = plain_console(soft_wrap=True)
     for kind in _KINDS:

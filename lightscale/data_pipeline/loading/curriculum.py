@@ -43,6 +43,15 @@ class SkippedRanges:
         # Equality included: a range that is skipped now lies before the token that comes next.
         return tokens + sum(skip_tokens for at_tokens, skip_tokens in self.records if at_tokens <= tokens)
 
+    def length_back_to(self, at_tokens: int, tokens: int, end_tokens: int) -> int:
+        """Tokens of data to skip at ``at_tokens`` consumed ones, where a run of ``end_tokens`` returns from ``tokens``.
+
+        All data in between, and all that the records skip behind ``at_tokens``: those of a parent, or of a rollback
+        whose checkpoint is lost. The records move with the new skip, so that their data would otherwise come back.
+        """
+        reached = max([tokens, *(start for start, _ in self.records if start < end_tokens)])
+        return self.position(reached) - self.position(at_tokens)
+
     def adding(self, at_tokens: int, skip_tokens: int) -> "SkippedRanges":
         """With one more range."""
         return SkippedRanges.of([*self.records, (at_tokens, skip_tokens)])

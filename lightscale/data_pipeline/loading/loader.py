@@ -20,6 +20,7 @@ import torch
 from lightscale.config.schema import CurriculumStage, RunConfig
 from lightscale.data_pipeline.loading.buffers import Buffers
 from lightscale.data_pipeline.loading.curriculum import Curriculum, LengthStage, SkippedRanges
+from lightscale.data_pipeline.loading.images import Images, ImageWindows
 from lightscale.data_pipeline.loading.order import Location, Mixture, Order, PartOrder, SampleOrder
 from lightscale.data_pipeline.loading.packing import PACKING_VERSION, WholeWindows
 from lightscale.data_pipeline.loading.targets import Targets
@@ -33,6 +34,7 @@ from lightscale.data_pipeline.loading.windows import (
     Windows,
     find_range_starts,
     read_batch,
+    read_images,
     read_predicted,
 )
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
@@ -113,7 +115,7 @@ class TokenLoader:
         seed: int = 0,
         layout: LoaderLayout | None = None,
         index_dir: Path | None = None,
-        targets: Targets | None = None,
+        targets: Targets | Images | None = None,
     ) -> None:
         """``sources``: source to weight in any unit; none: every training source, by its tokens.
 
@@ -160,7 +162,7 @@ class TokenLoader:
         *,
         layout: LoaderLayout | None = None,
         index_dir: Path | None = None,
-        targets: Targets | None = None,
+        targets: Targets | Images | None = None,
     ) -> "TokenLoader":
         """The loader of a run."""
         return cls(
@@ -375,8 +377,8 @@ class TokenLoader:
             stages.append(_StageOrder(stage=stage, first_sample=0, order=order, windows=windows))
         return stages
 
-    def _concat_windows(self, sequence_length: int) -> dict[str, ConcatWindows]:
-        kind = JoinedWindows if self.packing == "joined" else ConcatWindows
+    def _concat_windows(self, sequence_length: int) -> dict[str, Windows]:
+        kind = JoinedWindows if self.packing == "joined" else _concat_windows
         return {name: kind(source, sequence_length) for name, source in self._sources.items()}
 
 
@@ -387,16 +389,20 @@ def validation_batches(
     num_sequences: int,
     micro_batch_size: int,
     layout: LoaderLayout,
-    targets: Targets | None = None,
+    targets: Targets | Images | None = None,
+    whole_documents: bool = False,
+    padding_id: int = 0,
 ) -> Iterator[Batch]:
     """The first ``num_sequences`` windows of a source (fewer where it has fewer) in order, cut over the ranks.
 
-    The windows are those of ``concat``, however training packs. Every data rank gets the same number of batches of
-    the same shape: micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window
-    repeat the first one with ``loss_mask`` 0. ``targets``: makes the labels; None: the next token.
+    The windows are those of ``concat``, however training packs; with ``whole_documents`` those of ``whole``, which
+    pad with ``padding_id``, the end-of-text token. Every data rank gets the same number of batches of the same shape:
+    micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window repeat the
+    first one with ``loss_mask`` 0. ``targets``: makes the labels; None: the next token.
     """
     # One kind of window for every run: losses of runs that pack differently can be compared.
-    windows, buffers = ConcatWindows(source, sequence_length), Buffers()
+    windows = WholeWindows(source, sequence_length) if whole_documents else _concat_windows(source, sequence_length)
+    buffers = Buffers()
     num_windows = min(num_sequences, windows.num_windows)
     bounds = _sequence_slice(sequence_length, layout)
     for first in range(0, num_windows, micro_batch_size * layout.data_size):
@@ -405,14 +411,29 @@ def validation_batches(
         numbers = range(start, start + micro_batch_size)
         rows = [(windows, number if number < num_windows else 0) for number in numbers]
         places = [window * sequence_length for _, window in rows]
-        batch = _read(rows, *bounds, targets, places, buffers=buffers)
+        batch = _read(rows, *bounds, targets, places, buffers=buffers, padding_id=padding_id)
         counted = torch.tensor([[float(number < num_windows)] for number in numbers])
         yield replace(batch, loss_mask=batch.loss_mask * counted)
 
 
+def _concat_windows(source: TokenSource, sequence_length: int) -> ConcatWindows | ImageWindows:
+    return (ImageWindows if source.holds_images else ConcatWindows)(source, sequence_length)
+
+
 def _read(
-    rows: Sequence[Row], first: int, last: int, targets: Targets | None, places: Sequence[int], **how: Any
+    rows: Sequence[Row],
+    first: int,
+    last: int,
+    targets: Targets | Images | None,
+    places: Sequence[int],
+    *,
+    buffers: Buffers,
+    padding_id: int = 0,
+    **how: Any,
 ) -> Batch:
+    if isinstance(targets, Images):
+        return read_images(rows, first, last, targets, **how)
+    how |= {"buffers": buffers, "padding_id": padding_id}
     if targets is None:
         return read_batch(rows, first, last, **how)
     return read_predicted(rows, first, last, targets, places, **how)

@@ -129,6 +129,7 @@ class WholeWindows:
     """The windows of a source in which documents are whole."""
 
     is_contiguous: ClassVar[bool] = False
+    is_one_document: ClassVar[bool] = False
 
     def __init__(self, source: TokenSource, sequence_length: int, *, index_dir: Path | None = None) -> None:
         """``index_dir``: where the index is read from or, once made, kept; none: it is made every time."""

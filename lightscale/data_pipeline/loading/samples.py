@@ -11,6 +11,7 @@ from pathlib import Path
 from lightscale.config.arguments import require_run
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.images import Images
 from lightscale.data_pipeline.loading.loader import StepSamples, TokenLoader
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.targets import Targets
@@ -25,6 +26,8 @@ SKIP_EVENT = "data_skipped"
 """The event of a run's events.jsonl with ``at_tokens`` and ``skip_tokens`` of skipped data; see ``SkippedRanges``."""
 ROLLBACK_EVENT = "rollback"
 """The event of the return that follows it, with the same two fields."""
+BRANCH_EVENT = "branch"
+"""The first event of a branch, with ``skips``: (at_tokens, skip_tokens) of the data that its parent had skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class StepContent:
     samples: tuple[SampleContent, ...]
 
 
-MakeTargets = Callable[[RunConfig, TokenStore], Targets | None]
+MakeTargets = Callable[[RunConfig, TokenStore], Targets | Images | None]
 
 
 def run_loader(run: Path, *, targets: MakeTargets | None = None) -> tuple[RunConfig, TokenLoader]:
@@ -110,7 +113,18 @@ def step_content(loader: TokenLoader, step: int) -> StepContent:
 
 
 def recorded_skips(run: Path) -> list[tuple[int, int]]:
-    """(at_tokens, skip_tokens) of the skipped data that the run recorded.
+    """(at_tokens, skip_tokens) of the data that the run skips: as its parent did, and by its own rollbacks."""
+    return inherited_skips(run) + own_skips(run)
+
+
+def inherited_skips(run: Path) -> list[tuple[int, int]]:
+    """(at_tokens, skip_tokens) of the data that the parent of a branch had skipped when the branch began."""
+    branches = (event for event in read_records(run / "events.jsonl").lines if event["event"] == BRANCH_EVENT)
+    return [(at_tokens, skip_tokens) for at_tokens, skip_tokens in next(branches, {"skips": ()})["skips"]]
+
+
+def own_skips(run: Path) -> list[tuple[int, int]]:
+    """(at_tokens, skip_tokens) of the data that the run's own rollbacks skipped.
 
     Every rollback records it twice, as ``SKIP_EVENT`` and with its own event: one damaged line loses none.
     """

@@ -23,6 +23,15 @@ class Predicted(NamedTuple):
     """1 where something is predicted."""
 
 
+class DocumentRanges(NamedTuple):
+    """The content of a window: consecutive tokens of documents, one range after another."""
+
+    slots: NDArray[np.int64]
+    """(m,) ascending: where in the window each begins."""
+    starts: NDArray[np.int64]
+    """(m,): index in the source of the token there, or ``PADDING``."""
+
+
 class RowDocuments(NamedTuple):
     """The documents that a row holds parts of."""
 

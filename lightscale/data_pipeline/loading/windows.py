@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.loading.buffers import Buffers
-from lightscale.data_pipeline.loading.targets import PADDING, RowDocuments, Targets, WholeRows
+from lightscale.data_pipeline.loading.images import Images
+from lightscale.data_pipeline.loading.targets import PADDING, DocumentRanges, RowDocuments, Targets, WholeRows
 from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
 
@@ -34,7 +35,8 @@ class Batch:
     """The part of a micro-batch that one rank holds; tensors are (b, n / sequence_size) unless said otherwise."""
 
     tokens: torch.Tensor
-    """int32 inputs, int64 behind ``to``; padding is the end-of-text token."""
+    """int32 inputs, int64 behind ``to``; padding is the end-of-text token. Of images (b, n / sequence_size, p) uint8:
+    the p bytes of the token's patch."""
     labels: torch.Tensor
     """As the inputs: the token after each input, or the text itself where ``Targets`` hide some of it. Shifted before
     the sequence is cut over ranks, so that no rank needs a token of the next one. After a document's last token that is
@@ -78,11 +80,11 @@ class Batch:
     def _positions(self) -> torch.Tensor:
         # A sum of steps instead of a loop over documents, so that a GPU does it in a few kernels. Each step is one, but
         # for the first slot of a range: from the last position of the range before.
-        steps = torch.ones(self.tokens.numel(), dtype=torch.int64, device=self.start_slots.device)
+        steps = torch.ones(self.labels.numel(), dtype=torch.int64, device=self.start_slots.device)
         last = self.start_positions[:-1] + self.start_slots.diff() - 1
         steps[self.start_slots] = self.start_positions
         steps[self.start_slots[1:]] -= last
-        return steps.cumsum(0).view(self.tokens.shape)
+        return steps.cumsum(0).view(self.labels.shape)
 
     def to(self, device: torch.device) -> "Batch":
         """The same on ``device``, where ids become int64: they move, and are read, with half the bytes.
@@ -92,7 +94,8 @@ class Batch:
         # Only from pinned memory do they run by themselves.
         batch = self.pinned() if device.type == "cuda" else self
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch._tensors().items()}
-        moved = {**moved, "tokens": moved["tokens"].long(), "labels": moved["labels"].long()}
+        ids = [name for name in ("tokens", "labels") if moved[name].dtype != torch.uint8]
+        moved |= {name: moved[name].long() for name in ids}
         return Batch(**moved, host_starts=self.document_starts[:2], tokens_after=self.tokens_after)
 
     def pinned(self) -> "Batch":
@@ -106,20 +109,13 @@ class Batch:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _ON_HOST}
 
 
-class DocumentRanges(NamedTuple):
-    """The content of a window: consecutive tokens of documents, one range after another."""
-
-    slots: NDArray[np.int64]
-    """(m,) ascending: where in the window each begins."""
-    starts: NDArray[np.int64]
-    """(m,): index in the source of the token there, or ``PADDING``."""
-
-
 class Windows(Protocol):
     """A source cut into windows."""
 
     is_contiguous: ClassVar[bool]
     """Whether window w is the tokens w n … (w + 1) n of the source, without padding."""
+    is_one_document: ClassVar[bool]
+    """Whether a batch counts positions through the window, whatever documents begin in it."""
     source: TokenSource
     sequence_length: int
     num_windows: int
@@ -140,7 +136,6 @@ class ConcatWindows:
 
     is_contiguous: ClassVar[bool] = True
     is_one_document: ClassVar[bool] = False
-    """Whether a batch counts positions through the window, whatever documents begin in it."""
 
     def __init__(self, source: TokenSource, sequence_length: int) -> None:
         """``UserError`` for a source shorter than one window."""
@@ -288,6 +283,31 @@ def read_predicted(
     return replace(own, tokens=inputs, labels=labels, loss_mask=counted, tokens_after=torch.from_numpy(after))
 
 
+def read_images(
+    rows: Sequence[Row],
+    first: int,
+    last: int,
+    images: Images,
+    *,
+    range_starts: RangeStarts | None = None,
+    source_numbers: Mapping[str, int] | None = None,
+) -> Batch:
+    """The slots ``first`` … ``last`` - 1 of each of ``rows``, which are images; arguments as of ``read_batch``."""
+    length = rows[0][0].sequence_length
+    slots, positions = range_starts or find_range_starts(rows, first, last)
+    made = images([(windows.source, number) for windows, number in rows])
+    patches, labels, counted = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made)
+    return Batch(
+        tokens=patches,
+        labels=labels,
+        loss_mask=counted,
+        start_slots=torch.from_numpy(slots),
+        start_positions=torch.from_numpy(positions),
+        sources=torch.tensor([(source_numbers or {}).get(windows.source.name, 0) for windows, _ in rows]),
+        tokens_after=torch.full((len(rows),), length - last),
+    )
+
+
 def _tokens_after(start_slots: NDArray[np.int64], rows: int, length: int, last: int) -> NDArray[np.int64]:
     """Of each row, from slot ``last`` on, up to the next of ``start_slots``, those of the whole rows."""
     ends = np.arange(rows) * length + last
@@ -314,7 +334,7 @@ def _range_starts_in(windows: Windows, rows: Sequence[Row], first: int, last: in
     n = last - first
     chosen = [(row * n, window) for row, (other, window) in enumerate(rows) if other is windows]
     row_slots, numbers = np.array(chosen).T
-    if isinstance(windows, ConcatWindows) and windows.is_one_document:
+    if windows.is_one_document:
         return RangeStarts(row_slots, np.full_like(row_slots, first))
     window_starts = numbers * windows.sequence_length
     starts = window_starts + first
@@ -395,6 +415,7 @@ def _mask_of_labels(source: TokenSource, start: int, stop: int) -> NDArray[np.ui
         return 1
     if stop < source.num_tokens:
         return source.loss_mask(start + 1, stop + 1)
-    # As with every end of a document, the end of the last one counts where the token before it does.
+    # As with every end of a document, the end of the last one counts where the token before it does; never one of a
+    # conversation, whose template has its own.
     mask = source.loss_mask(start, stop)
-    return np.append(mask[1:], mask[-1:])
+    return np.append(mask[1:], mask[-1:] if source.chat is None else np.zeros(1, np.uint8))

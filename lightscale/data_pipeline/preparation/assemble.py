@@ -32,6 +32,7 @@ from lightscale.data_pipeline.store.format import (
     ID_ENDS,
     IDS,
     LABEL,
+    LOSS_MASK,
     ORIGINS,
     SPLITS,
     VALIDATION_SUFFIX,
@@ -127,6 +128,8 @@ class OutputSource:
     num_bytes: int
     classes: dict[str, int]
     """Documents of each class that has some, by name; none: they have none."""
+    chat: dict[str, Any] | None = None
+    """Of conversations: all that decided their texts and loss masks."""
     before: BaseCounts = NOTHING
     """Its content in the store that is added to: counted in ``counts`` and ``classes``, in no list of units."""
 
@@ -135,6 +138,8 @@ class OutputSource:
         match array:
             case "tokens":
                 return self.counts.tokens
+            case "loss_mask":
+                return 0 if self.chat is None else self.counts.tokens
             case "ids":
                 return self.before.id_bytes + sum(self.unit_id_bytes)
             case _ if array == DOCUMENTS_PREFIX + LABEL and not self.classes:
@@ -147,7 +152,7 @@ class OutputSource:
     def length_before(self, array: str) -> int:
         """Those of the store that is added to; they come first."""
         match array:
-            case "tokens":
+            case "tokens" | "loss_mask":
                 return self.before.tokens
             case "ids":
                 return self.before.id_bytes
@@ -193,6 +198,7 @@ def output_sources(context: Context) -> list[OutputSource]:
         source = OutputSource(
             name=full_name,
             split=split,
+            chat=_chat(context, name, full_name),
             before=base.counts(full_name) if base else NOTHING,
             units=units,
             unit_documents=[count["documents"] for count in counts],
@@ -204,6 +210,13 @@ def output_sources(context: Context) -> list[OutputSource]:
         if source.counts.documents:
             sources.append(source)
     return sources
+
+
+def _chat(context: Context, name: str, full_name: str) -> dict[str, Any] | None:
+    """What decided the conversations of source ``name`` of the corpus, or of ``full_name`` of the store."""
+    if name in context.chats:
+        return context.chats[name].description()
+    return None if context.base is None else context.base.chat(full_name)
 
 
 def _splits(context: Context) -> list[tuple[str, Split]]:
@@ -252,11 +265,14 @@ def _layouts(context: Context, source: OutputSource) -> dict[str, ShardLayout]:
 def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
     """The task of a shard, with the hashes of its blocks."""
     record = context.work.entry(f"shards/{job.source}.{job.array}", job.number, ".json")
-    # The record is written after the shard: where it is there, the shard is whole and its hash need not be made again.
-    if record.exists():
-        return
     (source,) = [source for source in output_sources(context) if source.name == job.source]
     layout, directory = _layouts(context, source)[job.array], context.work.store / job.source
+    path = layout.path(directory / job.array, job.number)
+    blocks_path = layout.hashes.path(directory / HASHES_DIR / job.array, job.number)
+    # The record is written after the shard: where it is there, the shard is whole and its hash need not be made again.
+    # Both are in other directories, whose names a power failure may have taken.
+    if record.exists() and path.exists() and blocks_path.exists():
+        return
     first = job.number * layout.shard_length
     stop = first + layout.values_in(job.number, source.length(job.array))
     before = source.length_before(job.array)
@@ -267,11 +283,7 @@ def write_shard(context: Context, job: ShardJob, advance: Advance) -> None:
         advance((stop - first) * layout.value_bytes)
         return
     token_counts = np.zeros(context.tokenizer.vocab_size, dtype=np.int64)
-    blocks_path = layout.hashes.path(directory / HASHES_DIR / job.array, job.number)
-    with (
-        whole_file(blocks_path) as temporary_blocks,
-        whole_file(layout.path(directory / job.array, job.number)) as temporary,
-    ):
+    with whole_file(blocks_path) as temporary_blocks, whole_file(path) as temporary:
         shard = ShardFileWriter(temporary, layout)
         try:
             if first < before:
@@ -321,7 +333,18 @@ def _overlapping(unit_sizes: list[int], first: int, stop: int) -> Iterator[tuple
 
 def _tokens(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint32]]:
     """Tokens ``first`` … ``stop`` - 1 of a source, some documents at a time."""
-    eot = context.tokenizer.eot_id
+    return _per_token(context, source, first, stop, "tokens", of_end=context.tokenizer.eot_id)
+
+
+def _loss_mask(context: Context, source: OutputSource, first: int, stop: int) -> Iterator[NDArray[np.uint8]]:
+    """Whether tokens ``first`` … ``stop`` - 1 of a source count; the end of a conversation is its template's."""
+    return _per_token(context, source, first, stop, LOSS_MASK, of_end=0)
+
+
+def _per_token(
+    context: Context, source: OutputSource, first: int, stop: int, array: str, *, of_end: int
+) -> Iterator[NDArray[Any]]:
+    """Values ``first`` … ``stop`` - 1 of an array of tokens; ``of_end``: of the end-of-text tokens."""
     for index, begin in _overlapping(source.unit_tokens, first, stop):
         files = unit_files(context, source.units[index])
         chosen = _chosen(context, source, index, files)
@@ -329,7 +352,7 @@ def _tokens(context: Context, source: OutputSource, first: int, stop: int) -> It
         # no room and every kept one has an end-of-text token more.
         in_file = np.cumsum(files.records["tokens"], dtype=np.int64)
         in_source = begin + np.cumsum((files.records["tokens"].astype(np.int64) + 1) * chosen)
-        tokens = files.tokens()
+        tokens = files.tokens(array)
         # The first document with tokens at or after `first`, and the one after the last with any before `stop`.
         document = int(np.searchsorted(in_source, first, side="right"))
         last = int(np.searchsorted(in_source, stop, side="left")) + 1
@@ -340,7 +363,7 @@ def _tokens(context: Context, source: OutputSource, first: int, stop: int) -> It
             after = min(after, last, len(chosen))
             part = np.asarray(tokens[begins_in_file : int(in_file[after - 1])])
             part_with_ends = _with_end_of_text(
-                part, files.records["tokens"][document:after], chosen[document:after], eot
+                part, files.records["tokens"][document:after], chosen[document:after], of_end
             )
             cut = part_with_ends[max(first - begins_in_source, 0) : stop - begins_in_source]
             if len(cut):
@@ -349,8 +372,8 @@ def _tokens(context: Context, source: OutputSource, first: int, stop: int) -> It
 
 
 def _with_end_of_text(
-    tokens: NDArray[np.uint32], lengths: NDArray[np.uint32], chosen: NDArray[np.bool_], eot: int
-) -> NDArray[np.uint32]:
+    tokens: NDArray[Any], lengths: NDArray[np.uint32], chosen: NDArray[np.bool_], eot: int
+) -> NDArray[Any]:
     """Of documents of (n,) ``lengths`` one after the other, the ``chosen`` ones, each after an end of text."""
     kept = tokens if chosen.all() else tokens[np.repeat(chosen, lengths)]
     ends = np.cumsum(lengths[chosen], dtype=np.int64)
@@ -420,6 +443,7 @@ def _labels(context: Context, source: OutputSource, first: int, stop: int) -> It
 
 _READERS: dict[str, Callable[[Context, OutputSource, int, int], Iterator[NDArray[Any]]]] = {
     "tokens": _tokens,
+    LOSS_MASK: _loss_mask,
     "doc_ends": _ends,
     ORIGINS: _origins,
     IDS: _ids,
@@ -450,5 +474,5 @@ def write_source(context: Context, source: OutputSource) -> NDArray[np.int64]:
             if array == "tokens" and record.with_suffix(".npy").exists():
                 counts += np.load(record.with_suffix(".npy"))
         write_array_metadata(directory, array, layout, length)
-    write_source_attributes(directory, source.split, source.counts, hashes)
+    write_source_attributes(directory, source.split, source.counts, hashes, chat=source.chat)
     return counts

@@ -6,6 +6,7 @@ by a second name (a hard link), or by a copy where the file system has none; the
 written anew.
 """
 
+import itertools
 import os
 import shutil
 from collections import Counter
@@ -18,10 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightscale.data_pipeline.chat.prepared import Chat
 from lightscale.data_pipeline.preparation.corpus import TRAINED_TOKENIZER, Corpus, DuplicatesConfig
 from lightscale.data_pipeline.store.array_group import ArrayGroup
 from lightscale.data_pipeline.store.document_keys import DocumentKeys
-from lightscale.data_pipeline.store.format import DOCUMENTS_PREFIX, HASHES_DIR, ID_ENDS, IDS, LABEL, ORIGINS
+from lightscale.data_pipeline.store.format import (
+    DOCUMENTS_PREFIX,
+    HASHES_DIR,
+    ID_ENDS,
+    IDS,
+    LABEL,
+    LOSS_MASK,
+    ORIGINS,
+    VALIDATION_SUFFIX,
+)
 from lightscale.data_pipeline.store.origins import InputFiles
 from lightscale.data_pipeline.store.shards import ShardHashes, ShardLayout, read_metadata
 from lightscale.data_pipeline.store.token_store import TokenStore
@@ -29,7 +40,7 @@ from lightscale.errors import UserError
 
 KNOWN = 0
 """The document that stands for all of the store: below those of all units with documents, which begin with unit 1."""
-_ARRAYS = frozenset({"tokens", "doc_ends", ORIGINS, IDS, ID_ENDS, DOCUMENTS_PREFIX + LABEL})
+_ARRAYS = frozenset({"tokens", "doc_ends", ORIGINS, IDS, ID_ENDS, DOCUMENTS_PREFIX + LABEL, LOSS_MASK})
 _READ_VALUES = 2**21
 
 
@@ -56,10 +67,18 @@ class BaseStore:
         self.path = path
         self.store = TokenStore(path)
         self.store.check_sizes()
+        if self.store.image_shape is not None:
+            raise UserError(
+                f"{path} has images, and `data add` reads texts; prepare the new images with `data prepare --images`, "
+                "and train on both stores (data.stores)"
+            )
         self.keys = DocumentKeys(path)
         self.groups = {name: ArrayGroup(path / name, is_checked=True) for name in self.store.sources}
         for name, group in self.groups.items():
-            if others := sorted(group.arrays.keys() - _ARRAYS):
+            others = sorted(group.arrays.keys() - _ARRAYS)
+            if LOSS_MASK in group.arrays and self.chat(name) is None:
+                others.append(LOSS_MASK)
+            if others:
                 raise UserError(
                     f"{path}: source {name} has {others[0]}, which `data prepare` does not write; it cannot be extended"
                 )
@@ -89,11 +108,11 @@ class BaseStore:
             )
         if corpus.classes is not None and corpus.classes != self.classes:
             raise UserError(f"classes: {self.path} has {', '.join(self.classes) or 'none'}; remove the key")
-        for name, source in corpus.sources.items():
-            group = self.groups.get(name)
+        for (name, source), suffix in itertools.product(corpus.sources.items(), ("", VALIDATION_SUFFIX)):
+            group = self.groups.get(name + suffix)
             if group and (source.label_field is not None) != (DOCUMENTS_PREFIX + LABEL in group.arrays):
                 has = "has no labels" if source.label_field is not None else "has labels"
-                raise UserError(f"sources.{name}.label_field: the source of the same name in {self.path} {has}")
+                raise UserError(f"sources.{name}.label_field: the source {name + suffix} in {self.path} {has}")
         layout = self.layout(next(iter(self.groups)), "tokens")
         has_labels = any(source.label_field is not None for source in corpus.sources.values())
         return corpus.model_copy(
@@ -106,6 +125,29 @@ class BaseStore:
                 "chunk_tokens": layout.chunk_length,
             }
         )
+
+    def chat(self, source: str) -> dict[str, Any] | None:
+        """Of a source of conversations: all that decided their texts and loss masks."""
+        return self.store.sources[source].chat if source in self.store.sources else None
+
+    def require_chats(self, chats: Mapping[str, Chat], corpus: Corpus) -> None:
+        """``UserError`` where a source of ``corpus`` has other conversations than its namesake in the store, or none.
+
+        ``chats``: by source, those of ``corpus``.
+        """
+        for name, suffix in itertools.product(corpus.sources, ("", VALIDATION_SUFFIX)):
+            # All documents of a source may have been held out.
+            given, own = chats[name].description() if name in chats else None, self.chat(name + suffix)
+            if name + suffix not in self.groups or own == given:
+                continue
+            if own is None or given is None:
+                fault = "conversations" if own else "no conversations"
+            else:
+                fault = f"conversations with another {', '.join(key for key in given if own.get(key) != given[key])}"
+            raise UserError(
+                f"sources.{name}.chat: the source {name + suffix} in {self.path} has {fault}; use another name "
+                "for the new source"
+            )
 
     def require_tokenizer(self, corpus: Corpus, sha256: str | None) -> None:
         """``UserError`` where the tokenizer of ``corpus``, of that hash, is another one than the store's."""

@@ -30,14 +30,25 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_v
 
 from lightscale.config.fields import field_type_text, shown_key, shown_value, table_type
 from lightscale.config.files import mistakes
-from lightscale.config.section import MOST_ENTRIES, Fraction, Ids, Positive, Section
+from lightscale.config.section import MOST_ENTRIES, Fraction, Ids, Positive, Section, SequenceLength
 from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
+from lightscale.data_pipeline.chat.counted import Loss
+from lightscale.data_pipeline.chat.files import TemplateFiles, find_template
+from lightscale.data_pipeline.chat.named import NAMED
+from lightscale.data_pipeline.chat.prepared import Chat
+from lightscale.data_pipeline.chat.shapes import USUAL_FIELDS
 from lightscale.data_pipeline.preparation.filters import Chain, compose, sha256_of, with_base
 from lightscale.data_pipeline.preparation.labels import MOST_CHARACTERS, MOST_CLASSES, is_name
 from lightscale.data_pipeline.preparation.readers.inputs import MAX_DOCUMENT_BYTES, ReadOptions
 from lightscale.data_pipeline.preparation.readers.remote import is_remote
-from lightscale.data_pipeline.preparation.readers.table import DEFAULT_SUFFIXES, FORMATS, suffixes_of
+from lightscale.data_pipeline.preparation.readers.table import (
+    CHAT,
+    DEFAULT_SUFFIXES,
+    FORMATS,
+    RECORD_FORMATS,
+    suffixes_of,
+)
 from lightscale.data_pipeline.store.format import CHUNK_TOKENS, SHARD_TOKENS, VALIDATION_SUFFIX, check_source_name
 from lightscale.errors import UserError, shortened
 
@@ -60,6 +71,53 @@ ClassName = Annotated[str, BeforeValidator(lambda value: str(value) if type(valu
 Language = Literal["en", "zh", "code", "other"]
 
 
+class ChatConfig(Section):
+    """[sources.NAME.chat]: how conversations become texts, and which of their tokens count for the loss."""
+
+    template: str | None = None
+    """Chat template: chatml, llama3, qwen, or the path of a template, of a tokenizer_config.json or of their directory;
+    none: that beside the tokenizer's file.
+    """
+    loss: Loss = "assistant"
+    """Tokens that count: all of the assistant's messages, of the last one only, or those of users too. Messages of the
+    system and of tools never count.
+    """
+    max_tokens: SequenceLength | None = None
+    """Maximum length of a conversation in tokens, its end-of-text token included; none: any length."""
+    too_long: Literal["refuse", "cut"] = "refuse"
+    """Longer conversations: refuse the corpus, or cut them at max_tokens."""
+    fields: Annotated[dict[str, str], Field(max_length=MOST_ENTRIES)] = Field(default_factory=dict)
+    """Names of fields in the files, by their usual names, such as messages, role, content, from, value, instruction,
+    input, output, prompt, completion, system, tools.
+    """
+    roles: Annotated[dict[str, str], Field(max_length=MOST_ENTRIES)] = Field(default_factory=dict)
+    """Roles by their names in the files, such as client = "user"; ShareGPT's are known."""
+    variables: Annotated[dict[str, str | bool | int | float], Field(max_length=MOST_ENTRIES)] = Field(
+        default_factory=dict
+    )
+    """Further variables of the template, such as date_string or enable_thinking."""
+
+    @field_validator("fields")
+    @classmethod
+    def _check_fields(cls, fields: dict[str, str]) -> dict[str, str]:
+        if unknown := [name for name in fields if name not in USUAL_FIELDS]:
+            raise ValueError(f"{shown_value(unknown[0])} is not a usual name; use one of {', '.join(USUAL_FIELDS)}")
+        return fields
+
+    @field_validator("template")
+    @classmethod
+    def _check_template(cls, template: str | None) -> str | None:
+        if template is not None and (fault := path_fault(template)):
+            raise ValueError(f"{shown_value(template)} {fault}")
+        return template
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.too_long == "cut" and self.max_tokens is None:
+            raise ValueError('too_long = "cut" needs max_tokens, the length of a sequence of the training')
+        return self
+
+
 class SourceConfig(Section):
     """[sources.NAME]: texts of one kind, which become one source of the store."""
 
@@ -74,7 +132,9 @@ class SourceConfig(Section):
     text_field: str = "text"
     """Field of objects, column of tables that holds the text; a.b is field b of field a."""
     format: str | None = None
-    """Format of the files (preparation/readers/table.py lists all); none: detected by suffix."""
+    """Format of the files (preparation/readers/table.py lists all); none: detected by suffix; chat: conversations."""
+    chat: ChatConfig = ChatConfig()
+    """With format = "chat": template and loss of the conversations."""
     id_field: str | None = None
     """Field of jsonl objects and column of parquet files with an id or URL to store; none: no id is stored."""
     label_field: str | None = None
@@ -106,20 +166,30 @@ class SourceConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _suffixes_of_format(cls, table: Any) -> Any:
-        if isinstance(table, dict) and "suffixes" not in table and table.get("format") in tuple(FORMATS):
-            return {**table, "suffixes": suffixes_of(FORMATS[table["format"]])}
+        if isinstance(table, dict) and "suffixes" not in table and table.get("format") in (*FORMATS, CHAT):
+            formats = RECORD_FORMATS if table["format"] == CHAT else (table["format"],)
+            return {**table, "suffixes": [suffix for name in formats for suffix in suffixes_of(FORMATS[name])]}
         return table
 
     @field_validator("format")
     @classmethod
     def _check_format(cls, name: str | None) -> str | None:
-        if name is not None and name not in FORMATS:
-            raise ValueError(f"{shown_value(name)} is not a format; use one of {', '.join(FORMATS)}")
+        if name is not None and name not in (*FORMATS, CHAT):
+            raise ValueError(f"{shown_value(name)} is not a format; use one of {', '.join((*FORMATS, CHAT))}")
         return name
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its documents are conversations."""
+        return self.format == CHAT
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         compose(self.filters, self.language)
+        if self.is_chat and (self.language is not None or self.filters):
+            raise ValueError('format = "chat": filters read texts, not conversations; remove language and filters')
+        if not self.is_chat and self.chat != ChatConfig():
+            raise ValueError('chat: the table is for conversations; set format = "chat", or remove the table')
         if self.label_field == self.text_field:
             raise ValueError(
                 f"label_field = {shown_value(self.label_field)} is also text_field; use the field of the classes"
@@ -178,8 +248,35 @@ class Corpus(Section):
             text_field=config.text_field,
             id_field=config.id_field,
             label_field=config.label_field,
-            format=config.format,
+            format=None if config.is_chat else config.format,
+            has_records=config.is_chat,
             max_document_bytes=self.max_document_bytes,
+        )
+
+    def chats(self) -> dict[str, Chat]:
+        """How conversations become texts, by source; reads templates. Raises ``UserError`` for one with a fault."""
+        is_named = self.tokenizer in (TRAINED_TOKENIZER, ASCII_TOKENIZER) or self.tokenizer.startswith("tiktoken:")
+        tokenizer = None if is_named else Path(self.tokenizer)
+        chats = {}
+        for name, source in self.sources.items():
+            if source.is_chat:
+                try:
+                    chats[name] = self.chat_of(name, find_template(source.chat.template, tokenizer))
+                    chats[name].check()
+                except UserError as error:
+                    raise UserError(f"sources.{name}: {error}") from error
+        return chats
+
+    def chat_of(self, source: str, files: TemplateFiles) -> Chat:
+        """How conversations of ``source`` become texts with the template in ``files``."""
+        config = self.sources[source].chat
+        return Chat(
+            files=files,
+            loss=config.loss,
+            fields=config.fields,
+            roles=config.roles,
+            variables=config.variables,
+            most_characters=self.max_document_bytes,
         )
 
     def filter_of(self, source: str) -> Chain | None:
@@ -238,6 +335,7 @@ def load_corpus(path: Path) -> Corpus:
             update={
                 "paths": [_absolute(base, entry) for entry in source.paths],
                 "filters": with_base(source.filters, base),
+                "chat": source.chat.model_copy(update={"template": _template(base, source.chat.template)}),
             }
         )
         for name, source in corpus.sources.items()
@@ -255,6 +353,10 @@ def make_corpus(table: dict[str, Any], *, origin: str) -> Corpus:
         return Corpus.model_validate(table)
     except ValidationError as error:
         raise UserError(mistakes(error, lambda item: f"{origin}: {_explain(item, table)}")) from None
+
+
+def _template(base: Path, template: str | None) -> str | None:
+    return template if template is None or template in NAMED else _absolute(base, template)
 
 
 def _absolute(base: Path, entry: str) -> str:

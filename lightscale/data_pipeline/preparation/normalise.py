@@ -60,6 +60,13 @@ def normalise(data: bytes | str) -> Normalised:
     return Normalised(text, counts)
 
 
+def valid_unicode(data: bytes | str) -> Normalised:
+    """``data`` as valid Unicode, otherwise unchanged: for texts that are data of a format."""
+    counts: dict[str, int] = {}
+    raw = _valid(data, counts) if isinstance(data, bytes) else _without_surrogates(data, counts)
+    return Normalised(raw.decode(), counts)
+
+
 def _count(counts: dict[str, int], what: str, times: int) -> None:
     if times:
         counts[what] = counts.get(what, 0) + times

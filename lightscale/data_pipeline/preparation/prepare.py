@@ -16,7 +16,7 @@ import json
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError, shortened
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
-PIPELINE_VERSION = 8
+PIPELINE_VERSION = 9
 # So many units are read to train a tokenizer, spread evenly over the corpus.
 _SAMPLED_UNITS = 64
 
@@ -185,10 +185,11 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
         work.empty()
     work.clean()
     base = None if options.base is None else BaseStore(options.base.resolve())
-    tokenizer = given_tokenizer(corpus)
+    tokenizer, chats = given_tokenizer(corpus), corpus.chats()
     if base is not None:
         base.require_tokenizer(corpus, tokenizer.sha256 if tokenizer else None)
         corpus, tokenizer = base.fitted(corpus), load_tokenizer(base.path)
+        base.require_chats(chats, corpus)
         base.weights(corpus, [*base.store.training_weights(), *(name for name in corpus.sources)])
     known = None if base is None else base.known_files
     plan_sha256 = write_plan(work.new_plan, corpus, unit_bytes=options.unit_bytes, strict=options.strict, known=known)
@@ -199,6 +200,7 @@ def _begin(corpus: Corpus, work: WorkDirectory, options: PrepareOptions) -> None
         "files": plan_sha256,
         "tokenizer": tokenizer.sha256 if tokenizer else None,
         "filter_files": corpus.filter_files(),
+        "chat_templates": {name: asdict(chat.files) for name, chat in chats.items()},
         "keep_removed": str(options.keep_removed.resolve()) if options.keep_removed is not None else None,
         "versions": _versions(),
     }

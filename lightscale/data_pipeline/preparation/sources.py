@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,8 +119,13 @@ def _list_root(root: Path, wanted: _Wanted, problems: Problems) -> Iterator[Sour
 
 
 def _list_remote(entry: str, suffixes: tuple[str, ...], problems: Problems) -> Iterator[SourceFile]:
-    """A file by its URL whatever its suffix, what a pattern matches, or the files below a prefix."""
-    for file_id, path in list_files(entry):
+    """A file by its URL whatever its suffix, what a pattern matches, or the files below a prefix.
+
+    ``UserError`` where these are several splits of a data set.
+    """
+    found = list(list_files(entry))
+    _check_remote_splits(entry, [file_id for file_id, _ in found], suffixes)
+    for file_id, path in found:
         if "/" in file_id:
             if any(part.startswith(".") for part in file_id.split("/")[1:]):
                 continue
@@ -137,6 +142,35 @@ def _list_remote(entry: str, suffixes: tuple[str, ...], problems: Problems) -> I
             size_bytes=status.st_size,
             mtime_ns=status.st_mtime_ns,
             gives_parts=status.gives_parts,
+        )
+
+
+def _check_remote_splits(entry: str, ids: Sequence[str], suffixes: tuple[str, ...]) -> None:
+    """As `_of_data_set` for each directory of a listing, which has files alone."""
+    files: dict[str, list[str]] = {}
+    for file_id in ids:
+        directory, _, name = file_id.rpartition("/")
+        files.setdefault(directory, []).append(name)
+    below: dict[str, dict[str, bool]] = {directory: {} for directory in files}
+    for directory, names in files.items():
+        above, mark, name = directory.rpartition("/")
+        if mark:
+            below.setdefault(above, {})[name] = any(one.lower().endswith(_TABLES) for one in names)
+    for directory, directories in below.items():
+        # Without a slash: a single file, or files that a pattern has chosen.
+        if directory:
+            inner = directory.partition("/")[2]
+            url = f"{entry.rstrip('/')}/{inner}".rstrip("/")
+            _refuse_splits(url, _splits(files.get(directory, ()), directories, suffixes))
+
+
+def _refuse_splits(place: str, splits: Mapping[str, str]) -> None:
+    """``UserError`` for several splits in ``place``: nobody wants to train on what is there to test by."""
+    if len(splits) > 1:
+        example = splits.get("train") or splits.get("training") or next(iter(splits.values()))
+        raise UserError(
+            f"{place}: a data set with the splits {', '.join(splits)}; exclude its files with `suffixes`, or use "
+            f"the path of one split, like {glob.escape(place)}/{example}"
         )
 
 
@@ -186,15 +220,15 @@ def _walk(
 def _of_data_set(directory: Path, entries: list[os.DirEntry[str]], wanted: _Wanted) -> list[os.DirEntry[str]]:
     """The entries of a directory; of one that Hugging Face's ``save_to_disk`` wrote, the data's, in its order.
 
-    ``UserError`` where it has several splits: nobody wants to train on what is there to test by.
+    ``UserError`` where it has several splits.
     """
     names = {entry.name for entry in entries}
-    if len(splits := _splits(directory, entries, wanted)) > 1:
-        example = splits.get("train") or splits.get("training") or next(iter(splits.values()))
-        raise UserError(
-            f"{directory}: a data set with the splits {', '.join(splits)}; exclude its files with `suffixes`, or use "
-            f"the path of one split, like {Path(glob.escape(str(directory))) / example}"
-        )
+    directories = {
+        entry.name: re.fullmatch(_SPLIT, entry.name, re.IGNORECASE) is not None and _holds_tables(Path(entry.path))
+        for entry in entries
+        if _is_dir(entry)
+    }
+    _refuse_splits(str(directory), _splits(names, directories, wanted.suffixes))
     if not names >= _DATA_SET_FILES:
         return entries
     try:
@@ -209,12 +243,14 @@ def _of_data_set(directory: Path, entries: list[os.DirEntry[str]], wanted: _Want
     return [by_name[name] for name in listed]
 
 
-def _splits(directory: Path, entries: list[os.DirEntry[str]], wanted: _Wanted) -> dict[str, str]:
-    """The splits of a data set in a directory, and what names each of them in it; none where it is no data set."""
-    names = [entry.name for entry in entries if not entry.name.startswith(".")]
+def _splits(names: Iterable[str], directories: Mapping[str, bool], suffixes: tuple[str, ...]) -> dict[str, str]:
+    """The splits of a data set in a directory, and what names each of them in it; none where it is no data set.
+
+    ``names``: of its entries; ``directories``: whether each of these has files of tables.
+    """
     if _SPLITS_FILE in names:
-        return {name: name for name in sorted(entry.name for entry in entries if _is_dir(entry))}
-    files = sorted(name for name in names if name.lower().endswith(wanted.suffixes))
+        return {name: name for name in sorted(directories)}
+    files = sorted(name for name in names if not name.startswith(".") and name.lower().endswith(suffixes))
     by_set: dict[str, dict[str, set[str]]] = {}
     for name in files:
         if match := _SPLIT_NAME.fullmatch(name):
@@ -226,8 +262,8 @@ def _splits(directory: Path, entries: list[os.DirEntry[str]], wanted: _Wanted) -
         # Where another split's name begins with a split's, no letter may follow.
         end = {split: "[!a-z]*" if any(one.startswith(split) for one in {*found} - {split}) else "*" for split in found}
         return {split: glob.escape(prefix) + min(spelt) + end[split] for split, spelt in sorted(found.items())}
-    named = [entry for entry in entries if re.fullmatch(_SPLIT, entry.name, re.IGNORECASE) and _is_dir(entry)]
-    return {entry.name: entry.name for entry in named if _holds_tables(Path(entry.path))} if len(named) > 1 else {}
+    named = [name for name in directories if re.fullmatch(_SPLIT, name, re.IGNORECASE)]
+    return {name: name for name in named if directories[name]} if len(named) > 1 else {}
 
 
 def _holds_tables(directory: Path) -> bool:

@@ -20,12 +20,13 @@ from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation.labels import check_number
 from lightscale.data_pipeline.preparation.readers import FIRST, FilePart, PartBegin
 from lightscale.data_pipeline.preparation.removed import FILE as REMOVED
+from lightscale.data_pipeline.store.format import LOSS_MASK
 from lightscale.data_pipeline.whole_files import whole_directory
 
 PART_BYTES = 2**24
 """Of the compressed file, at least: some 64 MB of text, as much as a large unit of other files."""
 _END = "end.json"
-_JOINED = ("tokens", "documents", "names", "ids", REMOVED)
+_JOINED = ("tokens", LOSS_MASK, "documents", "names", "ids", REMOVED)
 _KEYS = ("exact", "near")
 
 WritePart = Callable[[Path, FilePart, Sequence[Path]], None]

@@ -1,6 +1,7 @@
 """The work on a unit: read ▸ normalise ▸ filter ▸ tokenize ▸ keys of duplicates, document after document, into files.
 
 units/NNNNNN/tokens        uint32: the tokens of its documents, one after the other, without end of text
+units/NNNNNN/loss_mask     uint8: of conversations, 1 for each of these tokens that counts
 units/NNNNNN/documents     one record per document: tokens, bytes, split, origin
 units/NNNNNN/names         the documents' ids, one per line
 units/NNNNNN/ids           the documents' own ids from their files, one after the other
@@ -11,11 +12,12 @@ units/NNNNNN/counts.json   counts, and the dropped documents
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,10 +27,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from lightscale.data_pipeline.chat.files import TemplateFiles
+from lightscale.data_pipeline.chat.prepared import Chat, ChatText, encode
+from lightscale.data_pipeline.chat.shapes import ChatFault
 from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation import unit_parts
 from lightscale.data_pipeline.preparation.base import BaseStore
-from lightscale.data_pipeline.preparation.corpus import Corpus
+from lightscale.data_pipeline.preparation.corpus import ChatConfig, Corpus
 from lightscale.data_pipeline.preparation.counts import StepCounts
 from lightscale.data_pipeline.preparation.dedup import (
     band_keys,
@@ -39,18 +44,21 @@ from lightscale.data_pipeline.preparation.dedup import (
 )
 from lightscale.data_pipeline.preparation.filters import Chain
 from lightscale.data_pipeline.preparation.labels import check_number, class_of
-from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise
+from lightscale.data_pipeline.preparation.normalise import INVALID_UTF8, LONE_SURROGATE, normalise, valid_unicode
 from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPlan, UnitSummary, read_plan
 from lightscale.data_pipeline.preparation.readers import FilePart, has_parts, read
-from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems
+from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems, SourceFile
+from lightscale.data_pipeline.preparation.readers.interface import RawDocument
+from lightscale.data_pipeline.preparation.readers.streams import is_packed
 from lightscale.data_pipeline.preparation.removed import FILE as REMOVED
 from lightscale.data_pipeline.preparation.removed import RemovedWriter
 from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
 from lightscale.data_pipeline.preparation.unit_parts import join_parts, write_parts
 from lightscale.data_pipeline.preparation.work_directory import WorkDirectory
-from lightscale.data_pipeline.store.format import TOKENIZER_DIR, Split
+from lightscale.data_pipeline.store.format import LOSS_MASK, TOKENIZER_DIR, Split
 from lightscale.data_pipeline.tokenizers import DESCRIPTION_FILE, Tokenizer, load_tokenizer, with_fast_path
 from lightscale.data_pipeline.whole_files import whole_directory, write_json
+from lightscale.errors import UserError
 
 DOCUMENT = np.dtype(
     [
@@ -74,6 +82,7 @@ _KEYS_DOCUMENTS = 2**16
 # each hash has a seed of its own.
 _SPLIT_SEED = 1
 _SAMPLE = "sample.json"
+_LINE_END = b"\n"
 
 
 class Context:
@@ -115,6 +124,16 @@ class Context:
         """The numbers of the classes that the corpus lists, by name; None: any name is a class."""
         listed = self.corpus.classes
         return None if listed is None else {name: number for number, name in enumerate(listed)}
+
+    @cached_property
+    def chats(self) -> dict[str, Chat]:
+        """How conversations become texts, by source."""
+        state = self.work.read_state()
+        assert state is not None
+        # What the preparation began with: a template may have changed since.
+        return {
+            name: self.corpus.chat_of(name, TemplateFiles(**files)) for name, files in state["chat_templates"].items()
+        }
 
     def filter_of(self, source: str) -> Chain | None:
         """The filter of a source; None: every document is kept."""
@@ -198,6 +217,10 @@ class CleanDocument:
     own_id: bytes
     label: str | None = None
     """Name of its class."""
+    chat: ChatText | None = None
+    """Of a conversation: ``text`` with the characters that count."""
+    where: Callable[[], str] = str
+    """Its place in the corpus, for a message."""
 
 
 def split_of(document_id: str, validation: float) -> Split:
@@ -302,18 +325,21 @@ def clean_documents(
     rules = context.filter_of(unit.source)
     options = context.corpus.read_options(unit.source)
     was_read, normalised, filtered = (counts.steps[name] for name in STEPS_OF_A_UNIT)
+    chat = context.chats.get(unit.source)
     label_field, classes = options.label_field, context.classes
     for file_range in context.plan.file_ranges(unit):
         documents = read(file_range, counts.problems, options=options, advance=advance, part=part)
         for raw in documents:
             data = raw.data
             was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))
-            clean = normalise(data)
+            clean = normalise(data) if chat is None else valid_unicode(data)
             counts.changes["normalise"].add(clean.counts)
             for change in (INVALID_UTF8, LONE_SURROGATE):
                 if change in clean.counts:
                     counts.problems.add(change, raw.id)
-            text = clean.text
+            where = functools.partial(_place, file_range.file, raw, unit.source)
+            conversation = None if chat is None else _conversation(chat, clean.text, where)
+            text = clean.text if conversation is None else conversation.text
             num_bytes = utf8_bytes(text)
             if not text or text.isspace():
                 normalised.drop(EMPTY, num_bytes, raw.id, text)
@@ -341,7 +367,25 @@ def clean_documents(
                 length=raw.num_bytes,
                 own_id=(raw.own_id or "").encode(errors="replace"),
                 label=label,
+                chat=conversation,
+                where=where,
             )
+
+
+def _conversation(chat: Chat, record: str, where: Callable[[], str]) -> ChatText:
+    try:
+        return chat.text_of(json.loads(record))
+    except ChatFault as fault:
+        raise UserError(f"{where()}: {fault}") from fault
+
+
+def _place(file: SourceFile, document: RawDocument, source: str) -> str:
+    """File and line of a document, with the table of its source; where a line is not known, its byte or row."""
+    place = document.id
+    if isinstance(file.path, Path) and document.num_bytes and not is_packed(file):
+        with file.path.open("rb") as content:
+            place = f"{file.path}, line {1 + content.read(document.begin).count(_LINE_END)}"
+    return f"{place}: sources.{source}"
 
 
 def utf8_bytes(text: str) -> int:
@@ -365,11 +409,11 @@ class UnitWriter:
         self._bands: list[NDArray[np.uint64]] = []
         self._num_keyed = self._num_documents = self._num_key_files = 0
         self._source, self._classes = unit.source, dict[str, int]()
+        self._chat = context.corpus.sources[unit.source].chat if unit.source in context.chats else None
 
     def __enter__(self) -> "UnitWriter":
-        self._files: dict[str, BinaryIO] = {
-            name: (self._directory / name).open("wb") for name in ("tokens", "documents", "names", "ids", "labels")
-        }
+        names = ["tokens", "documents", "names", "ids", "labels", *([] if self._chat is None else [LOSS_MASK])]
+        self._files: dict[str, BinaryIO] = {name: (self._directory / name).open("wb") for name in names}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -396,7 +440,12 @@ class UnitWriter:
         if not batch:
             return
         # In batches: one call over many short documents costs less than a call for each.
-        ids = self._tokenizer.encode_batch([document.text for document in batch])
+        if self._chat is None:
+            ids = self._tokenizer.encode_batch([document.text for document in batch])
+        else:
+            conversations = [self._encoded(document, self._chat) for document in batch]
+            ids = [one for one, _ in conversations]
+            self._files[LOSS_MASK].write(np.concatenate([mask for _, mask in conversations]).tobytes())
         records = np.empty(len(batch), dtype=DOCUMENT)
         records["tokens"] = [len(tokens) for tokens in ids]
         records["bytes"] = [document.num_bytes for document in batch]
@@ -418,12 +467,21 @@ class UnitWriter:
         self._files["labels"].write(np.array(labels, dtype="<u4").tobytes())
         if self._duplicates.exact:
             self._keys += [document_key(document.text) for document in batch]
-        if self._duplicates.near:
+        # Conversations of one kind share most of their text: instructions, descriptions of tools.
+        if self._duplicates.near and self._chat is None:
             self._bands.append(band_keys(signatures(ids)))
         self._num_documents += len(batch)
         self._batch, self._batch_characters = [], 0
         if self._num_documents - self._num_keyed >= _KEYS_DOCUMENTS:
             self._write_keys()
+
+    def _encoded(self, document: CleanDocument, chat: ChatConfig) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        assert document.chat is not None
+        try:
+            is_cut = chat.too_long == "cut"
+            return encode(self._tokenizer, document.chat, most_tokens=chat.max_tokens, is_cut=is_cut)
+        except ChatFault as fault:
+            raise UserError(f"{document.where()}: {fault}") from fault
 
     def _write_keys(self) -> None:
         ids = np.arange(self._num_keyed, self._num_documents, dtype=np.uint64) + np.uint64(self._first_id)
@@ -455,10 +513,10 @@ class UnitFiles:
         """A ``DOCUMENT`` for every document."""
         return np.fromfile(self.directory / "documents", dtype=DOCUMENT)
 
-    def tokens(self) -> NDArray[np.uint32]:
-        """The tokens of all documents, mapped."""
-        path = self.directory / "tokens"
-        return np.memmap(path, dtype="<u4", mode="r") if path.stat().st_size else np.empty(0, dtype=np.uint32)
+    def tokens(self, array: str = "tokens") -> NDArray[Any]:
+        """The tokens of all documents, or their values in another array of tokens, mapped."""
+        path, dtype = self.directory / array, "<u4" if array == "tokens" else "u1"
+        return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
 
     def ids(self) -> NDArray[np.uint8]:
         """The documents' own ids, one after the other."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS, TEMPORARY_SUFFIX, write_json
-from lightscale.errors import UserError
+from lightscale.errors import UserError, remedy_of_limit
 from lightscale.files import lock_or_refuse
 
 _SUFFIX = ".work"
@@ -150,7 +150,7 @@ def explain_full_disk(work: WorkDirectory) -> Iterator[None]:
             raise
         raise UserError(
             f"{work.path}: cannot write ({error.strerror}); finished work is kept there: "
-            "free some space and run the same command again"
+            f"{remedy_of_limit(error)}, and run the same command again"
         ) from error
 
 

@@ -17,6 +17,9 @@ and, if the store has them:
     STORE/input_files/                   the names and sizes of the files that the documents came from
     STORE/document_keys/                 keys to find duplicates of its documents in other files (``document_keys.py``)
 
+A store of images has documents of the end-of-text token alone. Their pixels are documents.image, uint8 rows of height x
+width x channels numbers, row of pixels after row; ``image_shape`` of the store's attributes has these extents.
+
 Hashes are XXH3-128: one for every shard file, and one for a source. The latter is the hash of its shards' hashes
 (binary, those of tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can compute it
 without a second read. Hashes of blocks and origins are no part of it: the same tokens are the same data in any format.
@@ -59,13 +62,18 @@ KEYS_DIR = "document_keys"
 LOSS_MASK, ORIGINS, IDS, ID_ENDS = "loss_mask", "origins", "ids", "id_ends"
 DOCUMENTS_PREFIX = "documents."
 """Begins the names of the arrays that a task has of documents."""
+TOKENS_PREFIX = "per_token."
+"""Begins the names of the arrays with a value for each token, but for that of ``LOSS_MASK``."""
 LABEL = "label"
 """The one of them with the class of each, a number from 0 on, that preparations write."""
-_DOCUMENT_ARRAY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+IMAGE = "image"
+"""The one of them with the pixels of each, in a store of images."""
+_ARRAY_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 # Documents are far fewer than tokens; shorter zarr chunks waste less room at the end of an array.
 _TOKENS_PER_DOCUMENT = 16
 _MAX_VOCAB_SIZE = 2**31 - 1
-_SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+# No longer than names of directories can be.
+_SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 _RESERVED_NAMES = frozenset({TOKENIZER_DIR, INPUT_FILES_DIR, KEYS_DIR, REPORT_FILE, HTML_REPORT_FILE, "zarr.json"})
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -108,6 +116,8 @@ class StoreRoot:
     """Default share of every training source in the samples; none: by their tokens."""
     classes: dict[str, list[str]]
     """Names of the classes that arrays of documents hold the numbers of, by array."""
+    image_shape: tuple[int, int, int] | None
+    """(height, width, channels) of the images that its documents are; None: they are texts."""
 
     @property
     def is_checked(self) -> bool:
@@ -134,12 +144,25 @@ def document_layout(name: str, dtype: np.dtype[Any], shard_length: int, chunk_le
 
     ``ValueError`` for a name or a type that a store cannot hold.
     """
-    if not _DOCUMENT_ARRAY_NAME.fullmatch(name):
-        raise ValueError(f"document array {name!r}: a name starts with a letter, followed by letters, digits and '_'")
+    return _layout("document", name, dtype, _per_document(shard_length, chunk_length))
+
+
+def token_layout(name: str, dtype: np.dtype[Any], shard_length: int, chunk_length: int) -> ShardLayout:
+    """The layout of the array ``name`` with a value for each token; ``dtype`` and errors as in ``document_layout``."""
+    return _layout("token", name, dtype, {"shard_length": shard_length, "chunk_length": chunk_length})
+
+
+def token_array(name: str) -> str:
+    """The directory in its source of the array ``name`` with a value for each token."""
+    return name if name == LOSS_MASK else TOKENS_PREFIX + name
+
+
+def _layout(kind: str, name: str, dtype: np.dtype[Any], lengths: Mapping[str, int]) -> ShardLayout:
+    if not _ARRAY_NAME.fullmatch(name):
+        raise ValueError(f"{kind} array {name!r}: a name starts with a letter, followed by letters, digits and '_'")
     if dtype.base.name not in DTYPES or len(dtype.shape) > 1:
-        raise ValueError(f"document array {name!r} of {dtype}: use one of {', '.join(DTYPES)}, or rows of one")
-    width = dtype.shape[0] if dtype.shape else None
-    return ShardLayout(dtype=dtype.base.name, width=width, **_per_document(shard_length, chunk_length))
+        raise ValueError(f"{kind} array {name!r} of {dtype}: use one of {', '.join(DTYPES)}, or rows of one")
+    return ShardLayout(dtype=dtype.base.name, width=dtype.shape[0] if dtype.shape else None, **lengths)
 
 
 def _per_document(shard_length: int, chunk_length: int) -> dict[str, int]:
@@ -152,7 +175,7 @@ def check_source_name(name: str) -> None:
     if not _SOURCE_NAME.fullmatch(name) or name in _RESERVED_NAMES:
         raise UserError(
             f"source name {name!r}: a name starts with a letter or digit, followed by letters, digits, '_', '.' and "
-            f"'-'; {', '.join(sorted(_RESERVED_NAMES))} are reserved"
+            f"'-', at most 255 in all; {', '.join(sorted(_RESERVED_NAMES))} are reserved"
         )
 
 
@@ -164,20 +187,30 @@ def hash_of_hashes(hashes: Sequence[str]) -> str:
 
 def content_hash(shard_hashes: Mapping[str, Sequence[str]]) -> str:
     """That of a source, from the hashes of its arrays' shards: of all that it is trained on."""
-    tasks = sorted(name for name in shard_hashes if name == LOSS_MASK or name.startswith(DOCUMENTS_PREFIX))
+    prefixes = (DOCUMENTS_PREFIX, TOKENS_PREFIX)
+    tasks = sorted(name for name in shard_hashes if name == LOSS_MASK or name.startswith(prefixes))
     return hash_of_hashes([digest for name in ("tokens", "doc_ends", *tasks) for digest in shard_hashes[name]])
 
 
 def write_source_attributes(
-    directory: Path, split: Split, counts: SourceCounts, hashes: Mapping[str, Sequence[ShardHashes]]
+    directory: Path,
+    split: Split,
+    counts: SourceCounts,
+    hashes: Mapping[str, Sequence[ShardHashes]],
+    *,
+    chat: Mapping[str, Any] | None = None,
 ) -> None:
-    """The ``zarr.json`` of a source whose arrays are there; ``hashes``: by array, of its shards in order."""
+    """The ``zarr.json`` of a source whose arrays are there; ``hashes``: by array, of its shards in order.
+
+    ``chat``: of conversations all that decided their texts and loss masks; none: its documents are texts.
+    """
     of_hashes = hash_attributes(hashes)
     attributes = {
         "split": split,
         **asdict(counts),
         "content_hash": content_hash(of_hashes["shard_hashes"]),
         **of_hashes,
+        **({"chat": dict(chat)} if chat else {}),
     }
     write_group(directory, attributes)
 
@@ -219,13 +252,14 @@ def write_root(
     *,
     weights: Mapping[str, float] | None = None,
     classes: Mapping[str, Sequence[str]] | None = None,
+    image_shape: tuple[int, int, int] | None = None,
     format_version: int = FORMAT_VERSION,
 ) -> None:
     """Tokenizer, report and last the ``zarr.json`` of a store whose ``sources`` are there.
 
     ``weights``: default share of every source in the training samples; none: by their tokens. ``classes``: names of the
-    classes whose numbers an array of documents holds, by array. ``format_version`` 1: of a store without hashes of
-    blocks, for measurements.
+    classes whose numbers an array of documents holds, by array. ``image_shape``: (height, width, channels) of documents
+    that are images. ``format_version`` 1: of a store without hashes of blocks, for measurements.
     """
     (directory / TOKENIZER_DIR).mkdir(exist_ok=True)
     tokenizer.save(directory / TOKENIZER_DIR)
@@ -240,6 +274,7 @@ def write_root(
         "sources": list(sources),
         **({"weights": dict(weights)} if weights else {}),
         **({"classes": {array: list(names) for array, names in classes.items()}} if classes else {}),
+        **({"image_shape": list(image_shape)} if image_shape else {}),
     }
     zarr.create_group(directory, attributes=attributes, zarr_format=3)
 
@@ -280,6 +315,7 @@ def read_root(path: Path) -> StoreRoot:
         # Format 1 kept the weights of sources without documents.
         weights=_weights(metadata_path, attributes.get("weights"), sources if version >= CHECKED_SINCE else None),
         classes=_classes(metadata_path, attributes.get("classes", {})),
+        image_shape=_image_shape(metadata_path, attributes.get("image_shape")),
     )
 
 
@@ -333,6 +369,17 @@ def _classes(path: Path, classes: Any) -> dict[str, list[str]]:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UserError(f"{path}: classes: {array}: must be a list of names; the store is damaged")
     return classes
+
+
+def _image_shape(path: Path, shape: Any) -> tuple[int, int, int] | None:
+    if shape is None:
+        return None
+    if not isinstance(shape, list) or len(shape) != 3 or not all(is_count(one) and one >= 1 for one in shape):
+        raise UserError(
+            f"{path}: image_shape = {shape!r}: must be [height, width, channels] in pixels; the store is damaged"
+        )
+    height, width, channels = shape
+    return height, width, channels
 
 
 def require_absent(path: Path) -> None:

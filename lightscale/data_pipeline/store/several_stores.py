@@ -26,7 +26,7 @@ class SeveralStores(TokenStore):
         stores = {name: TokenStore(path) for name, path in paths.items()}
         self.parts = tuple(stores.values())
         first = self.parts[0]
-        self.path, self.tokenizer = first.path, first.tokenizer
+        self.path, self.tokenizer, self.image_shape = first.path, first.tokenizer, first.image_shape
         self.title = ", ".join(f"{name} ({store.path})" for name, store in stores.items())
         self.classes = {}
         for name, store in stores.items():
@@ -55,13 +55,29 @@ class SeveralStores(TokenStore):
                 f"{other.vocab_size} tokens, {other.sha256[:8]}) than data.stores.{first_name} = {self.path} "
                 f"({one.name}, {one.vocab_size} tokens, {one.sha256[:8]}); prepare all with the same tokenizer"
             )
+        if store.image_shape != self.image_shape:
+            raise UserError(
+                f"data.stores.{name} = {store.path} has {_content(store)}, and data.stores.{first_name} = {self.path} "
+                f"has {_content(self)}; prepare all with the same --images"
+            )
         for array, names in store.classes.items():
             if (before := self.classes.get(array, names)) != names:
                 raise UserError(
                     f"data.stores.{name} = {store.path}: number {_first_other(before, names)} of {array} is a "
-                    f"different class than in the stores before; prepare all with the same `classes` in their corpus "
-                    f"files"
+                    f"different class than in the stores before; {same_classes(store)}"
                 )
+
+
+def same_classes(store: TokenStore) -> str:
+    """The remedy for stores like ``store`` whose classes have other numbers."""
+    if store.image_shape is not None:
+        return "prepare all images as one store"
+    return "prepare all with the same `classes` in their corpus files"
+
+
+def _content(store: TokenStore) -> str:
+    shape = store.image_shape
+    return "texts" if shape is None else f"images of {' x '.join(map(str, shape))} (height x width x channels)"
 
 
 def open_stores(data: DataConfig) -> TokenStore:

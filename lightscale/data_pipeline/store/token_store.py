@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from lightscale.data_pipeline.store.format import (
     CHUNK_TOKENS,
     DOCUMENTS_PREFIX,
     HASHES_DIR,
+    IMAGE,
     INPUT_FILES_DIR,
     LABEL,
     LOSS_MASK,
@@ -28,6 +30,7 @@ from lightscale.data_pipeline.store.format import (
     REPORT_FILE,
     SHARD_TOKENS,
     SPLITS,
+    TOKENS_PREFIX,
     SourceCounts,
     Split,
     TokenizerIdentity,
@@ -38,14 +41,17 @@ from lightscale.data_pipeline.store.format import (
     publish,
     read_root,
     require_absent,
+    token_array,
+    token_layout,
     write_root,
     write_source_attributes,
 )
 from lightscale.data_pipeline.store.origins import InputFiles, Origin, Origins
+from lightscale.data_pipeline.store.sharded_array import ShardedArray
 from lightscale.data_pipeline.store.shards import ShardWriter, read_json
 from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS
-from lightscale.errors import UserError
+from lightscale.errors import UserError, remedy_of_limit
 
 _BUFFER_TOKENS = 2**18
 # Of what is hashed: checkpoints of all formats of stores have this one.
@@ -63,6 +69,7 @@ class SourceWriter:
         layout: tuple[int, int],
         *,
         has_loss_mask: bool,
+        tokens: Mapping[str, DTypeLike],
         documents: Mapping[str, DTypeLike],
     ) -> None:
         self._directory = directory
@@ -72,9 +79,13 @@ class SourceWriter:
         layouts = {name: array_layouts(*layout)[name] for name in ("tokens", "doc_ends")}
         if has_loss_mask:
             layouts[LOSS_MASK] = array_layouts(*layout)[LOSS_MASK]
+        if LOSS_MASK in tokens:
+            raise ValueError(f"tokens: {LOSS_MASK}: create the source with has_loss_mask")
+        for name, dtype in tokens.items():
+            layouts[token_array(name)] = token_layout(name, np.dtype(dtype), *layout)
         for name, dtype in documents.items():
             layouts[DOCUMENTS_PREFIX + name] = document_layout(name, np.dtype(dtype), *layout)
-        self._document_arrays = frozenset(documents)
+        self._token_arrays, self._document_arrays = frozenset(tokens), frozenset(documents)
         self._writers = {
             name: ShardWriter(directory / name, one, hashes=directory / HASHES_DIR / name)
             for name, one in layouts.items()
@@ -93,27 +104,36 @@ class SourceWriter:
         *,
         num_bytes: int,
         loss_mask: ArrayLike | None = None,
+        tokens: Mapping[str, ArrayLike] | None = None,
         documents: Mapping[str, ArrayLike] | None = None,
     ) -> None:
         """Add a document: its (n,) ``ids`` without special ones, and the UTF-8 bytes of its text.
 
         ``loss_mask``: (n,) of 0 and 1, whether each token counts as a label; none: all do. The end of the document
-        counts where its last token does. ``documents``: a value for each of the source's arrays of documents.
-        ``ValueError`` for a mask or values that the source does not take.
+        counts where its last token does. ``tokens``: (n + 1,) or (n + 1, width) values for each of the source's arrays
+        of tokens; the first is that of the end-of-text token before the document. ``documents``: a value for each of
+        the source's arrays of documents. ``ValueError`` for a mask or values that the source does not take.
         """
         ids = np.asarray(ids, dtype=np.uint32)
-        given = dict(documents or {})
-        if given.keys() != self._document_arrays:
-            raise ValueError(f"documents {sorted(given)}: the source has {sorted(self._document_arrays)}")
+        given, of_tokens = dict(documents or {}), dict(tokens or {})
+        for what, found, own in (
+            ("tokens", of_tokens, self._token_arrays),
+            ("documents", given, self._document_arrays),
+        ):
+            if found.keys() != own:
+                raise ValueError(f"{what} {sorted(found)}: the source has {sorted(own)}")
         if loss_mask is not None and LOSS_MASK not in self._waiting:
             raise ValueError("loss_mask: the source has no loss mask; create the source with has_loss_mask")
+        rows = {DOCUMENTS_PREFIX + name: self._values("documents", name, value) for name, value in given.items()}
+        for name, values in of_tokens.items():
+            rows[token_array(name)] = self._values("tokens", name, values, length=len(ids) + 1)
         self._waiting["tokens"] += (self._eot, ids)
         if LOSS_MASK in self._waiting:
             mask = _checked_mask(loss_mask, len(ids))
             self._waiting[LOSS_MASK] += (self._end_counts, mask)
             self._end_counts = mask[-1:] if len(mask) else self._end_counts
-        for name, value in given.items():
-            self._waiting[DOCUMENTS_PREFIX + name].append(self._row(name, value))
+        for array, row in rows.items():
+            self._waiting[array].append(row)
         self.num_tokens += len(ids) + 1
         self.num_documents += 1
         self.num_bytes += num_bytes
@@ -148,14 +168,15 @@ class SourceWriter:
             waiting.clear()
         self._num_waiting = 0
 
-    def _row(self, name: str, value: ArrayLike) -> NDArray[Any]:
-        """(1,) or (1, width): a document's value of the array ``name``."""
-        layout = self._writers[DOCUMENTS_PREFIX + name].layout
-        row = np.asarray(value)
-        shape = () if layout.width is None else (layout.width,)
-        if row.shape != shape or not np.can_cast(row.dtype, layout.number_dtype, casting="same_kind"):
-            raise ValueError(f"documents: {name} = {value!r}: must be {layout.dtype} of shape {shape}")
-        return row.astype(layout.number_dtype)[None]
+    def _values(self, what: str, name: str, values: ArrayLike, length: int | None = None) -> NDArray[Any]:
+        """(length,) or (length, width): values of the array ``name``, one per token; of a document the only one."""
+        layout = self._writers[DOCUMENTS_PREFIX + name if length is None else token_array(name)].layout
+        found = np.asarray(values)
+        shape = (() if length is None else (length,)) + (() if layout.width is None else (layout.width,))
+        if found.shape != shape or not np.can_cast(found.dtype, layout.number_dtype, casting="same_kind"):
+            shown = repr(values) if length is None else f"{found.dtype} of shape {found.shape}"
+            raise ValueError(f"{what}: {name} = {shown}: must be {layout.dtype} of shape {shape}")
+        return found.astype(layout.number_dtype).reshape(length or 1, *shape[length is not None :])
 
 
 def _checked_mask(loss_mask: ArrayLike | None, length: int) -> NDArray[np.uint8]:
@@ -182,9 +203,12 @@ class StoreWriter:
         shard_tokens: int = SHARD_TOKENS,
         chunk_tokens: int = CHUNK_TOKENS,
         classes: Mapping[str, Sequence[str]] | None = None,
+        image_shape: tuple[int, int, int] | None = None,
     ) -> None:
-        """``classes``: names of the classes whose numbers an array of documents holds, by array."""
-        self.path, self._classes = path, classes
+        """``classes``: names of the classes whose numbers an array of documents holds, by array. ``image_shape``:
+        (height, width, channels) where documents are images; their pixels are the array ``image``.
+        """
+        self.path, self._classes, self._image_shape = path, classes, image_shape
         self._tokenizer = tokenizer
         self._layout = (shard_tokens, chunk_tokens)
         self._temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
@@ -208,7 +232,8 @@ class StoreWriter:
         shutil.rmtree(self._temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             raise UserError(
-                f"{self.path}: cannot write the store ({error.strerror}); the partial store is removed"
+                f"{self.path}: cannot write the store ({error.strerror}), the partial store is removed; "
+                f"{remedy_of_limit(error)}"
             ) from error
 
     def source(
@@ -217,13 +242,14 @@ class StoreWriter:
         split: Split = "train",
         *,
         has_loss_mask: bool = False,
+        tokens: Mapping[str, DTypeLike] | None = None,
         documents: Mapping[str, DTypeLike] | None = None,
     ) -> SourceWriter:
         """A new source. One that gets no document does not appear in the store.
 
-        ``has_loss_mask``: whether its documents have a mask of the tokens that count as labels. ``documents``: arrays
-        with a value for each document, by name: ``{"label": "int32", "target": ("float32", (3,))}``. Raises
-        ``ValueError`` for a type that a store cannot hold.
+        ``has_loss_mask``: whether its documents have a mask of the tokens that count as labels. ``tokens``, and
+        ``documents``: arrays with a value for each token, or document, by name: ``{"label": "int32", "target":
+        ("float32", (3,))}``. Raises ``ValueError`` for a type that a store cannot hold.
         """
         check_source_name(name)
         if name in self._sources:
@@ -234,6 +260,7 @@ class StoreWriter:
             split,
             self._layout,
             has_loss_mask=has_loss_mask,
+            tokens=tokens or {},
             documents=documents or {},
         )
         return self._sources[name]
@@ -245,7 +272,14 @@ class StoreWriter:
             raise UserError(f"{self.path}: no document to write: the corpus is empty")
         for source in written.values():
             source.finish()
-        write_root(self._temporary, self._tokenizer, sorted(written), report, classes=self._classes)
+        write_root(
+            self._temporary,
+            self._tokenizer,
+            sorted(written),
+            report,
+            classes=self._classes,
+            image_shape=self._image_shape,
+        )
         publish(self._temporary, self.path)
 
 
@@ -260,7 +294,9 @@ class TokenSource:
         ``is_checked``: every block that is read is compared with its hash. ``files``: the names that its documents'
         origins lead to.
         """
-        self.name = name
+        self.name, self.directory = name, directory
+        self.holds_images = False
+        """Whether its documents are images; its store sets it."""
         group = ArrayGroup(directory, is_checked=is_checked)
         self.split = group.text("split")
         if self.split not in SPLITS:
@@ -269,9 +305,17 @@ class TokenSource:
         self.content_hash = group.text("content_hash")
         _check_content_hash(group, self.content_hash)
         self.is_checked = is_checked
+        self.chat: dict[str, Any] | None = group.attributes.get("chat")
+        """Of conversations: template, special tokens, variables and rule of the loss mask; None: texts."""
+        if not isinstance(self.chat, dict | None):
+            raise UserError(f"{group.metadata_path}: damaged attributes (chat: must be a table)")
         self._tokens = group.open("tokens", self.num_tokens)
         self._doc_ends = group.open("doc_ends", self.num_documents)
-        self._loss_mask = group.open(LOSS_MASK, self.num_tokens) if LOSS_MASK in group.arrays else None
+        self._per_token = {
+            array.removeprefix(TOKENS_PREFIX): group.open(array, self.num_tokens)
+            for array in sorted(group.arrays)
+            if array == LOSS_MASK or array.startswith(TOKENS_PREFIX)
+        }
         self._documents = {
             array.removeprefix(DOCUMENTS_PREFIX): group.open(array, self.num_documents)
             for array in sorted(group.arrays)
@@ -286,19 +330,23 @@ class TokenSource:
 
     def check_sizes(self) -> None:
         """Raises ``UserError`` for a missing shard of the training data, or one of another size; opens none."""
-        for array in (self._tokens, self._doc_ends, self._loss_mask, *self._documents.values()):
-            if array is not None:
-                array.check_sizes()
+        for array in (self._tokens, self._doc_ends, *self._per_token.values(), *self._documents.values()):
+            array.check_sizes()
 
     @property
     def has_loss_mask(self) -> bool:
         """Whether not every token counts as a label."""
-        return self._loss_mask is not None
+        return LOSS_MASK in self._per_token
 
     @property
     def has_origins(self) -> bool:
         """Whether it records the origins of its documents."""
         return self._origins is not None
+
+    @property
+    def token_arrays(self) -> dict[str, np.dtype[Any]]:
+        """Values for each token, the loss mask among them: name to type; rows are (base, (width,))."""
+        return {name: array.layout.numpy_dtype for name, array in self._per_token.items()}
 
     @property
     def document_arrays(self) -> dict[str, np.dtype[Any]]:
@@ -307,19 +355,26 @@ class TokenSource:
 
     def loss_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
         """(stop - start,) 1 where the tokens from ``start`` on count as labels; all do where there is no mask."""
-        if self._loss_mask is None:
-            return np.ones(stop - start, dtype=np.uint8)
-        return self._loss_mask.read(start, stop)
+        return self._per_token[LOSS_MASK].read(start, stop) if self.has_loss_mask else np.ones(stop - start, np.uint8)
+
+    def token_values(self, array: str, start: int, stop: int) -> NDArray[Any]:
+        """(stop - start,) or (stop - start, width): the values of ``array`` for the tokens from ``start`` on.
+
+        ``UserError`` with the arrays there are.
+        """
+        return self._array("token", self._per_token, array).read(start, stop)
 
     def document_values(self, array: str, first: int, last: int) -> NDArray[Any]:
         """(last - first,) or (last - first, width): of the documents ``first`` … ``last`` - 1 the values of ``array``.
 
         ``UserError`` with the arrays there are.
         """
-        if array not in self._documents:
-            names = ", ".join(self._documents) or "none"
-            raise UserError(f"source {self.name}: no document array {array!r}; it has {names}")
-        return self._documents[array].read(first, last)
+        return self._array("document", self._documents, array).read(first, last)
+
+    def _array(self, kind: str, arrays: Mapping[str, ShardedArray], name: str) -> ShardedArray:
+        if name not in arrays:
+            raise UserError(f"source {self.name}: no {kind} array {name!r}; it has {', '.join(arrays) or 'none'}")
+        return arrays[name]
 
     def origin(self, document: int) -> Origin | None:
         """Origin of a document; None: the store has no origins."""
@@ -375,6 +430,18 @@ def _check_content_hash(group: ArrayGroup, written: str) -> None:
         )
 
 
+def _check_images(source: TokenSource, shape: tuple[int, int, int] | None) -> None:
+    """``UserError`` unless the pixels of a source of images are as many as ``shape`` has."""
+    if shape is None:
+        return
+    expected = np.dtype((np.uint8, (math.prod(shape),)))
+    if source.document_arrays.get(IMAGE) != expected or source.num_tokens != source.num_documents:
+        raise UserError(
+            f"{source.directory}: no images of {' x '.join(map(str, shape))} pixels and channels, one per document "
+            f"(array {DOCUMENTS_PREFIX}{IMAGE}); the store is damaged"
+        )
+
+
 class TokenStore:
     """An open store. Opening reads metadata and every shard's size and index, no tokens."""
 
@@ -384,19 +451,24 @@ class TokenStore:
     """Default share of every training source in the samples; none: by their tokens."""
     classes: dict[str, list[str]]
     """Names of the classes that arrays of documents hold the numbers of, by array."""
+    image_shape: tuple[int, int, int] | None
+    """(height, width, channels) of the images that its documents are; None: they are texts."""
 
     def __init__(self, path: Path) -> None:
         """``UserError`` names the file where something is missing, damaged or of another version."""
         self.path = path
         root = read_root(path)
         self.format_version, self.tokenizer, self.weights = root.format_version, root.tokenizer, root.weights
-        self.classes = root.classes
+        self.classes, self.image_shape = root.classes, root.image_shape
         self.is_checked = root.is_checked
         """Whether every block is compared with its hash when it is read."""
         files = InputFiles(path) if root.is_checked and (path / INPUT_FILES_DIR).is_dir() else None
         self.sources = {
             name: TokenSource(path / name, name, is_checked=root.is_checked, files=files) for name in root.sources
         }
+        for source in self.sources.values():
+            source.holds_images = self.image_shape is not None
+            _check_images(source, self.image_shape)
         self.title = str(path)
         """Its name in messages."""
         self.parts: tuple[TokenStore, ...] = (self,)
@@ -443,6 +515,8 @@ class TokenStore:
             "format_version": _FINGERPRINT_VERSION,
             "tokenizer": asdict(self.tokenizer),
             "sources": {name: source_identity(source) for name, source in self.sources.items()},
+            # Of images the bytes alone do not tell rows from columns.
+            **({"image_shape": self.image_shape} if self.image_shape else {}),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

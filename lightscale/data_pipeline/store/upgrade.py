@@ -33,7 +33,7 @@ from lightscale.data_pipeline.store.shards import (
 )
 from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.data_pipeline.whole_files import DISK_FULL_ERRNOS, whole_directory, whole_file
-from lightscale.errors import UserError
+from lightscale.errors import UserError, remedy_of_limit
 from lightscale.files import lock_or_refuse
 
 _STEP = "hash blocks"
@@ -60,7 +60,7 @@ def upgrade_store(path: Path, progress: Progress, *, out: Path | None = None) ->
             _upgrade_copy(path, out, progress)
     except OSError as error:
         full = error.errno in DISK_FULL_ERRNOS
-        remedy = "free some space" if full else "use --out PATH to write an upgraded copy elsewhere"
+        remedy = remedy_of_limit(error) if full else "use --out PATH to write an upgraded copy elsewhere"
         raise UserError(f"{out or path}: cannot write ({error.strerror}); {remedy}") from error
     return True
 

@@ -11,6 +11,7 @@ from lightscale.data_pipeline.tokenizers.fast_path import CheckedTokenizer, fast
 from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceTokenizer
 from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, END_OF_TEXT, Tokenizer
 from lightscale.data_pipeline.tokenizers.load import load_tokenizer
+from lightscale.data_pipeline.tokenizers.no_text import NoText
 from lightscale.data_pipeline.tokenizers.sentencepiece_model import SentencePieceTokenizer, train_sentencepiece
 from lightscale.data_pipeline.tokenizers.tiktoken_encoding import TiktokenTokenizer, load_tiktoken
 
@@ -20,6 +21,7 @@ __all__ = [
     "AsciiTokenizer",
     "CheckedTokenizer",
     "HuggingFaceTokenizer",
+    "NoText",
     "SentencePieceTokenizer",
     "TiktokenTokenizer",
     "Tokenizer",

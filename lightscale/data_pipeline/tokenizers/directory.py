@@ -10,6 +10,7 @@ from typing import Any
 from lightscale.data_pipeline.tokenizers.ascii_characters import ASCII, ascii_sha256
 from lightscale.data_pipeline.tokenizers.huggingface_file import huggingface_sha256
 from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, read_file
+from lightscale.data_pipeline.tokenizers.no_text import NO_TEXT, no_text_sha256
 from lightscale.data_pipeline.tokenizers.sentencepiece_model import sentencepiece_sha256
 from lightscale.data_pipeline.tokenizers.tiktoken_encoding import tiktoken_sha256
 from lightscale.data_pipeline.whole_files import TEMPORARY_SUFFIX, whole_directory
@@ -20,6 +21,7 @@ _HASHES: dict[str, Callable[[Path, dict[str, Any]], str]] = {
     "tiktoken": tiktoken_sha256,
     "huggingface": huggingface_sha256,
     ASCII: ascii_sha256,
+    NO_TEXT: no_text_sha256,
 }
 
 

@@ -1,5 +1,6 @@
 """Hugging Face: a ``tokenizer.json`` file, run by the package ``tokenizers``."""
 
+import functools
 import hashlib
 import importlib
 import json
@@ -66,6 +67,37 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """See ``Tokenizer``."""
         return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
+
+    def encode_markup(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        """(n,) ids of the text of a chat template, which spells special tokens, and (n,) 1 for the tokens of ``spans``.
+
+        ``spans``: (first character, one behind the last). Both are those of transformers' ``apply_chat_template``.
+        """
+        encoding = self._markup_tokenizer.encode(text, add_special_tokens=False)
+        mask = np.zeros(len(encoding.ids), dtype=np.uint8)
+        for begin, end in spans:
+            if begin == end:
+                continue
+            first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
+            if first is None:
+                break  # behind the last token
+            mask[first : None if last is None else last + 1] = 1
+        return np.array(encoding.ids, dtype=np.uint32), mask
+
+    def decode_markup(self, ids: NDArray[np.integer[Any]]) -> str:
+        """Text of (n,) ``ids``, special tokens spelled."""
+        text: str = self._markup_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return text
+
+    @functools.cached_property
+    def _markup_tokenizer(self) -> Any:
+        """The package's tokenizer that makes special tokens of their spelling."""
+        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_str(self.file.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """See ``Tokenizer``."""

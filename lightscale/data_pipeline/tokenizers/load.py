@@ -8,6 +8,7 @@ from typing import Any
 from lightscale.data_pipeline.tokenizers.ascii_characters import ASCII, load_ascii
 from lightscale.data_pipeline.tokenizers.huggingface_file import HuggingFaceTokenizer, load_huggingface
 from lightscale.data_pipeline.tokenizers.interface import DESCRIPTION_FILE, Tokenizer, read_file
+from lightscale.data_pipeline.tokenizers.no_text import NO_TEXT, load_no_text
 from lightscale.data_pipeline.tokenizers.sentencepiece_model import SentencePieceTokenizer, load_sentencepiece
 from lightscale.data_pipeline.tokenizers.tiktoken_encoding import load_saved_tiktoken
 from lightscale.errors import UserError, shortened
@@ -17,6 +18,7 @@ _LOADERS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
     "tiktoken": load_saved_tiktoken,
     "huggingface": load_huggingface,
     ASCII: load_ascii,
+    NO_TEXT: load_no_text,
 }
 
 

@@ -36,7 +36,8 @@ class SentencePieceTokenizer:
         """``model``: a serialized ModelProto; ``origin`` names it in a ``UserError`` where it loses text."""
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
+        # Its messages quote the file, which need not be UTF-8.
+        except (RuntimeError, UnicodeDecodeError) as error:
             raise UserError(f"{origin}: not a sentencepiece model ({error})") from error
         self.model = model
         self.sha256 = _sha256(model)

@@ -15,7 +15,13 @@ import tiktoken.load
 import tiktoken.registry
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT, check_ids, read_file, write_description
+from lightscale.data_pipeline.tokenizers.interface import (
+    DESCRIPTION_FILE,
+    END_OF_TEXT,
+    check_ids,
+    read_file,
+    write_description,
+)
 from lightscale.errors import UserError
 
 RANKS_FILE = "ranks.tiktoken"
@@ -93,6 +99,10 @@ def load_saved_tiktoken(directory: Path, description: dict[str, Any]) -> Tiktoke
     lines = [line.split() for line in read_file(path).splitlines()]
     ranks = [(binascii.a2b_base64(token), int(rank)) for token, rank in lines]
     special: dict[str, int] = description["special_tokens"]
+    if END_OF_TEXT not in special:
+        raise UserError(
+            f"{directory / DESCRIPTION_FILE}: special_tokens has no {END_OF_TEXT} to start documents; add it"
+        )
     # tiktoken makes what is as large as the largest id, and ends the process where a byte or rank is missing.
     check_ids([*ranks, *special.items()], origin=str(path))
     mergeable = dict(ranks)

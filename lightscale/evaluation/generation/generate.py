@@ -1,7 +1,5 @@
 """``lightscale generate`` behind its checks: the model on its ranks, and texts as they are shown."""
 
-import contextlib
-import importlib
 import json
 import sys
 import time
@@ -18,6 +16,7 @@ from lightscale.evaluation.inference.generate import Continuation, TextGenerator
 from lightscale.evaluation.inference.prompts import seed_of
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
 from lightscale.evaluation.model_at_work import ModelAtWork
+from lightscale.output.stdin_lines import stdin_lines
 from lightscale.parallel.mesh import Mesh
 
 Record = dict[str, Any]
@@ -99,7 +98,7 @@ class Writer(ModelAtWork):
         """Continue each line of stdin; in a terminal Ctrl-C ends an answer, and Ctrl-D all."""
         (default,) = self.asked.prompts
         is_terminal = sys.stdin.isatty()
-        for number, line in enumerate(_typed() if is_terminal else _piped()):
+        for number, line in enumerate(stdin_lines(is_terminal=is_terminal)):
             sampling = replace(default.sampling, seed=seed_of(default.sampling.seed, number))
             prompt = replace(default, text=line, sampling=sampling, origin=f"line {number + 1}")
             try:
@@ -134,30 +133,7 @@ class Writer(ModelAtWork):
             sys.stdout.flush()
 
     def _show_record(self, record: Record) -> None:
-        self._show(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _typed() -> Iterator[str]:
-    """The lines of a terminal, until Ctrl-D."""
-    with contextlib.suppress(ImportError):
-        # Imported, it lets lines be edited and brings earlier ones back.
-        importlib.import_module("readline")
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print()
-
-
-def _piped() -> Iterator[str]:
-    try:
-        for line in sys.stdin:
-            yield line.rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"stdin: not valid UTF-8 ({error.reason})") from error
+        self._show(json.dumps(record) + "\n")
 
 
 def _tokens_per_s(times_s: Sequence[float]) -> float | None:

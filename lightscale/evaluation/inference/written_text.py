@@ -1,12 +1,20 @@
 """Text from and to tokens during generation: complete characters only, up to a stop string."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from lightscale.data_pipeline.tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_OPEN_BYTES = 3
 """A character that is not complete yet has at most three of its UTF-8 bytes."""
+
+
+class TokenDecoder(Protocol):
+    """What makes text of tokens: a tokenizer, or one that spells special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; incomplete characters are U+FFFD."""
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -21,7 +29,7 @@ class WrittenText:
     string, wait for the next token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TokenDecoder, stop: Sequence[str] = ()) -> None:
         assert all(stop), "a stop string has a character"
         self._decoder, self._stops = _Characters(tokenizer), tuple(stop)
         self.text = ""
@@ -67,7 +75,7 @@ class _Characters:
     # Tokens may end within a character: its bytes decode to replacement characters until the last one has come. They
     # are held back, at most as many as a character may lack, because a text may also hold a real replacement character.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenDecoder) -> None:
         self._tokenizer = tokenizer
         self._waiting: list[int] = []
         self._shown, self._text = 0, ""

@@ -31,7 +31,7 @@ DEFINITIONS = {
     "token_perplexity": "exp(nats / tokens of the run's tokenizer): not comparable between tokenizers",
     "byte_perplexity": "exp(nats / bytes of the text in UTF-8)",
     "bits_per_byte": "nats / (bytes ln 2)",
-    "nats_per_token": "mean of -log probability over the tokens: the training loss on this text",
+    "nats_per_token": "mean of -log probability over all tokens: the training loss where every token counts",
 }
 """Nats are -log probability, summed over the texts; the end-of-text token that begins each weighs nothing."""
 

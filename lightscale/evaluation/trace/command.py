@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             "recorded": _recorded(args.run, args.spike),
             "documents": rows,
         }
-        print(json.dumps(result, ensure_ascii=False))
+        print(json.dumps(result))
         return 0
     console = plain_console(soft_wrap=True)
     if not console.is_terminal:  # a program reads it: a row is a line
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(_table(rows))
     if any(one.part.origin is None for one in shown):
-        console.print("documents without a file are from a store without origins (format 1)")
+        console.print("documents without a file are from a store without origins (images, or format 1)")
     elif any(row["line"] is None and row["first_byte"] is not None for row in rows):
         console.print(f"line numbers need the files below --files DIR (now {args.files}); bytes are shown for all")
     return 0

@@ -1,6 +1,5 @@
 """The loss of every document of a step, with the weights of a checkpoint."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,10 +46,7 @@ def step_losses(chosen: ChosenRun, step: int) -> StepLosses:
         chosen.directory.path, targets=lambda config, store: task_of(config).targets(store, validation=False)
     )
     content = step_content(loader, step)
-    with (
-        tempfile.TemporaryDirectory(prefix="lightscale-") as folder,
-        start_mesh(device=config.train.device, init_method=f"file://{folder}/rendezvous") as mesh,
-    ):
+    with start_mesh(device=config.train.device) as mesh:
         model = restore(chosen, mesh).model
         documents, total, count = _documents(model, loader, content, mesh.device)
     return StepLosses(content=content, loss=total / max(count, 1), documents=documents)
@@ -91,7 +87,7 @@ def _token_losses(model: LanguageModel, batch: Batch) -> torch.Tensor:
     losses = model(
         batch.tokens, batch.positions, batch.labels, loss_mask=batch.loss_mask, document_starts=batch.document_starts
     )
-    return losses.double().cpu().view(batch.tokens.shape)
+    return losses.double().cpu().view(batch.labels.shape)
 
 
 def worst_first(documents: Sequence[DocumentLoss]) -> list[DocumentLoss]:

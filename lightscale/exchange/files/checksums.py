@@ -47,7 +47,7 @@ def require_unchanged(directory: Path) -> None:
 def checksum_faults(directory: Path, progress: Progress) -> list[str]:
     """Read all listed files; a line for each that is missing or differs. ``UserError``: XXH128SUMS cannot be read."""
     expected = dict(_listed(directory / NAME))
-    sizes = {path: (directory / path).stat().st_size for path in expected if (directory / path).exists()}
+    sizes = {path: _size(directory / path) for path in expected}
     meter = ProgressMeter("verifying", sum(sizes.values()), progress)
     faults = []
     for path, recorded in expected.items():
@@ -60,7 +60,7 @@ def checksum_faults(directory: Path, progress: Progress) -> list[str]:
         else:
             if found != recorded:
                 faults.append(f"{directory / path}: expected xxh3-128 {recorded}, found {found}")
-        meter.advance(sizes.get(path, 0))
+        meter.advance(sizes[path])
     return faults
 
 
@@ -69,9 +69,18 @@ def _listed(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(text.decode(errors="replace").splitlines(), start=1):
         match = _LINE.fullmatch(line)
         # In the directory itself, whatever somebody wrote there.
-        if match is None or PurePosixPath(match[2]).is_absolute() or ".." in PurePosixPath(match[2]).parts:
+        name = PurePosixPath("/" if match is None else match[2])
+        if match is None or name.is_absolute() or ".." in name.parts or "\0" in match[2]:
             raise UserError(f"{path}, line {number}: expected an xxh3-128, two spaces and a file of this directory")
         yield match[2], match[1]
+
+
+def _size(path: Path) -> int:
+    # Hashing it says what is wrong.
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _hash(path: Path) -> str:

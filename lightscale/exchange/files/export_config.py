@@ -32,7 +32,7 @@ from lightscale.exchange.files.own_classes import (
 )
 from lightscale.exchange.files.weights import TensorRows, form_of
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
-from lightscale.exchange.plain.lion import LION_MIXERS, Lion
+from lightscale.exchange.plain.lion import LION_MIXERS, LionForm
 from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
@@ -76,7 +76,7 @@ class _SoftmaxAttention(Exact):
 
 
 class _Lion(Exact):
-    """``Lion``, as our own exports write it."""
+    """``LionForm``, as our own exports write it."""
 
     feature_map: Literal["elu", "silu", "none"]
     scale: bool
@@ -118,7 +118,7 @@ class _Lightscale(Known):
     gate_ranks: dict[str, Width]
     glu_activation: Literal["none", "silu", "gelu_tanh"]
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"]
-    norm_placement: Literal["pre", "post", "both"] = "pre"
+    norm_placement: Literal["pre", "post", "both", "by_mixer"] = "pre"
     zero_centered_norm: bool = False
     embedding_multiplier: Positive = 1.0
     final_logit_cap: Positive | None = None
@@ -145,6 +145,9 @@ _CLASSES = {
     "classify": ("LightscaleForSequenceClassification", "AutoModelForSequenceClassification"),
 }
 """By task: our class in an export, and transformers' class that finds it."""
+
+_POOLING = {"causal": "last", "masked": "mean"}
+"""The states of a row that a classifier sees which is fine-tuned from a model of the task."""
 
 
 def auto_class(shape: Shape) -> str:
@@ -194,16 +197,14 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         most = max(facts.max_tokens, widest + 1)
         architecture = {"architectures": [f"{own_class(kind)}ForCausalLM"], "model_type": kind}
         return {**architecture, **common, **keys, "max_position_embeddings": most}
-    module, (own_name, auto_name) = modelling_file.NAME.removesuffix(".py"), _CLASSES[shape.task]
-    autos = {"AutoConfig": f"{module}.LightscaleConfig", auto_name: f"{module}.{own_name}"}
-    if shape.task == "masked":
-        # What was trained to fill masks is fine-tuned to classify.
-        own_classifier, auto_classifier = _CLASSES["classify"]
-        autos[auto_classifier] = f"{module}.{own_classifier}"
+    module, (own_name, _) = modelling_file.NAME.removesuffix(".py"), _CLASSES[shape.task]
+    autos = {"AutoConfig": "LightscaleConfig", "AutoModel": "LightscaleModel"}
+    # Every model can be fine-tuned to classify.
+    autos |= {auto: own for own, auto in (_CLASSES[shape.task], _CLASSES["classify"])}
     return {
         "architectures": [own_name],
         "model_type": "lightscale",
-        "auto_map": autos,
+        "auto_map": {auto: f"{module}.{own}" for auto, own in autos.items()},
         **common,
         "mixers": list(shape.mixers),
         "gate_ranks": dict(shape.gate_ranks),
@@ -214,7 +215,7 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         **({} if shape.local_attention == Attention() else {"local_attention": asdict(shape.local_attention)}),
         **({} if shape.lightnet_causal else {"lightnet_causal": False}),
         **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
-        **(_labels(shape, facts.classes) if shape.task == "classify" else {}),
+        **(_labels(shape, facts.classes) if shape.task == "classify" else {"pooling": _POOLING[shape.task]}),
         **({"scalar_decay": asdict(shape.scalar_decay)} if "decay-attention" in shape.mixers else {}),
         **({"forms": {name: asdict(form) for name, form in shape.forms.items()}} if shape.forms else {}),
         **({} if shape.final_norm else {"final_norm": False}),
@@ -281,7 +282,7 @@ def _lightscale_shape(own: _Lightscale, path: Path) -> Shape:
         scalar_decay=ScalarDecay() if own.scalar_decay is None else ScalarDecay(**own.scalar_decay.model_dump()),
         tied=own.tie_word_embeddings,
         lightnet_causal=own.lightnet_causal,
-        lion={name: Lion(**options.model_dump()) for name, options in own.lion.items()},
+        lion={name: LionForm(**options.model_dump()) for name, options in own.lion.items()},
         forms={name: _form(name, options, own, path) for name, options in own.forms.items()},
         final_norm=own.final_norm,
         toeplitz=ToeplitzForm() if own.toeplitz is None else ToeplitzForm(**own.toeplitz.model_dump()),

@@ -6,11 +6,12 @@ that it writes reads as the same shape: no list of differences can forget one.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from lightscale.config.section import MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
@@ -25,22 +26,41 @@ from lightscale.exchange.files.config_fields import (
     shape_of,
     sizes_of,
 )
+from lightscale.exchange.files.recut import recut
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
+from lightscale.exchange.plain.delta_mixer import DeltaForm
 from lightscale.exchange.plain.model import SOFTMAX_MIXERS, Shape
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
 from lightscale.models.specs.options import RopeScalingOptions, rope_keys
+from lightscale.training.checkpoints.directories import WEIGHTS_PREFIX
+from lightscale.training.checkpoints.header import Entry
 from lightscale.training.checkpoints.schema import checked
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_DELTA = "gated-delta-net"
 _NAMES = {activation: ours for ours, activation in ACTIVATIONS.items()}
+
+
+def _fixed_angles(kind: Any) -> Any:
+    """``kind``, of rotary positions. PydanticCustomError for one whose angles depend on the length of the text."""
+    if kind in ("longrope", "su", "dynamic"):
+        raise PydanticCustomError(
+            "rope_type",
+            "its angles depend on the length of each text, and lightscale has one set of angles for all; use a model "
+            "of rope_type default, linear, llama3 or yarn",
+        )
+    return kind
+
+
+_FixedAngles = BeforeValidator(_fixed_angles)
 
 
 class _Rope(Exact):
     """Both what transformers 5 writes, and what 4 wrote as rope_scaling."""
 
     rope_theta: Positive | None = None
-    rope_type: Literal["default", "llama3", "yarn", "linear"] | None = None
-    type: Literal["default", "llama3", "yarn", "linear"] | None = None
+    rope_type: Annotated[Literal["default", "llama3", "yarn", "linear"] | None, _FixedAngles] = None
+    type: Annotated[Literal["default", "llama3", "yarn", "linear"] | None, _FixedAngles] = None
     """Its older name."""
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
@@ -82,6 +102,25 @@ def _window_keys(layers: Sequence[Attention]) -> dict[str, Any]:
     return {"sliding_window": windows[0] if windows else None, "layer_types": types}
 
 
+class _Whole(NamedTuple):
+    """A tensor of a layer, as transformers' class has it."""
+
+    groups: int
+    """It has so many groups of rows, in each of which the parts follow each other: heads, or 1."""
+    parts: tuple[str, ...]
+    """Tensors of the plain model's layer, whose rows it has."""
+
+
+class WholePart(NamedTuple):
+    """Consecutive rows of such a tensor."""
+
+    rows: range
+    name: str
+    """The plain model's tensor that they are rows of."""
+    first: int
+    """Of that, the row that is the first of them."""
+
+
 class _Layered(Known):
     """The configuration of one of transformers' models: ``shape`` reads it, ``keys`` writes it.
 
@@ -92,8 +131,12 @@ class _Layered(Known):
     defaults: ClassVar[dict[str, Any]] = {}
     needs_even_heads: ClassVar[bool] = False
     """Whether the class refuses a hidden_size that num_attention_heads does not divide, whatever head_dim is."""
-    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """A layer's tensors that hold the rows of several, in this order."""
+    is_hybrid: ClassVar[bool] = False
+    """Whether layers of the gated delta rule stand among those that attend by softmax."""
+    other_names: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of names of a module, each of which files have."""
+    sequences: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Tensors of a layer whose rows follow each other, by the name of the whole. Files cut them at any row."""
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     num_key_value_heads: Width | None = None
     head_dim: Width | None = None
@@ -112,6 +155,14 @@ class _Layered(Known):
     def slides(self, layer: int) -> bool:
         """Whether a layer has the window, if there is one."""
         return False
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has the gated delta rule."""
+        return False
+
+    def delta(self, path: Path) -> DeltaForm:
+        """The sizes of those layers."""
+        return DeltaForm()
 
     def attention(self, layer: int, path: Path) -> dict[str, Any]:
         """``Attention`` of a layer."""
@@ -136,7 +187,12 @@ class _Layered(Known):
 
     @classmethod
     def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
-        """Keys of ``shape``, with the attention of each of its ``layers``, beside those that all classes have."""
+        """Keys of ``shape``, with the attention of each of its softmax ``layers``, beside those that all have."""
+        return {}
+
+    @classmethod
+    def wholes(cls, shape: Shape, mixer: str) -> dict[str, "_Whole"]:
+        """Tensors of a layer with ``mixer`` that hold the rows of others, or have another name, by their names."""
         return {}
 
     def shape(self, path: Path) -> Shape:
@@ -146,8 +202,11 @@ class _Layered(Known):
                 f"{path}: layer_types has {len(self.layer_types)} entries; use {self.num_hidden_layers}, as "
                 "num_hidden_layers has it"
             )
-        layers = [Attention(**self.attention(layer, path)) for layer in range(self.num_hidden_layers)]
-        kinds = list(dict.fromkeys(layers))
+        layers = [
+            None if self.is_linear(layer) else Attention(**self.attention(layer, path))
+            for layer in range(self.num_hidden_layers)
+        ]
+        kinds = list(dict.fromkeys(one for one in layers if one is not None)) or [Attention()]
         if len(kinds) > len(SOFTMAX_MIXERS):
             raise UserError(
                 f"{path}: {len(kinds)} kinds of softmax layers, which differ in windows or positions; use at most two"
@@ -155,9 +214,11 @@ class _Layered(Known):
         # Those with a window are local; of others the first kind is "llama".
         kinds.sort(key=lambda one: one.window is not None)
         names = dict(zip(kinds, SOFTMAX_MIXERS, strict=False))
+        delta = self.delta(path)
         return shape_of(
             self,
-            mixers=tuple(names[layer] for layer in layers),
+            mixers=tuple(_DELTA if layer is None else names[layer] for layer in layers),
+            forms={_DELTA: delta} if None in layers and delta != DeltaForm() else {},
             norm="rmsnorm",
             attention=kinds[0],
             local_attention=kinds[1] if len(kinds) > 1 else Attention(),
@@ -386,12 +447,9 @@ class _PartialRope(_Rope):
     partial_rotary_factor: Share | None = None
 
 
-class _Phi3(_Layered):
-    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "self_attn.qkv_proj.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    }
+class _Partial(_Layered):
+    """Rotary positions on some of a head's channels."""
+
     rope_scaling: _PartialRope | None = None
     rope_parameters: _PartialRope | None = None
     partial_rotary_factor: Share = 1.0
@@ -399,20 +457,257 @@ class _Phi3(_Layered):
     def rope(self, layer: int) -> _PartialRope:
         return self.rope_parameters or self.rope_scaling or _PartialRope()
 
-    def slides(self, layer: int) -> bool:
-        return True
-
     def attention(self, layer: int, path: Path) -> dict[str, Any]:
-        return super().attention(layer, path) | {
-            "bias": False,
-            "output_bias": False,
-            "rope_fraction": self.rope(layer).partial_rotary_factor or self.partial_rotary_factor,
-        }
+        share = self.rope(layer).partial_rotary_factor or self.partial_rotary_factor
+        return super().attention(layer, path) | {"rope_fraction": share}
 
     @classmethod
     def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
         rope = {**_rope_keys(layers[0]), "partial_rotary_factor": layers[0].rope_fraction}
-        return {"sliding_window": layers[0].window, "rope_parameters": rope}
+        return {"rope_parameters": rope}
+
+
+class _PhiRope(_PartialRope):
+    """transformers refuses other types, or takes them for longrope."""
+
+    rope_type: Annotated[Literal["default"] | None, _FixedAngles] = None
+    type: Annotated[Literal["default"] | None, _FixedAngles] = None
+
+
+class _Phi3(_Partial):
+    rope_scaling: _PhiRope | None = None
+    rope_parameters: _PhiRope | None = None
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+
+    def slides(self, layer: int) -> bool:
+        return True
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        return super().attention(layer, path) | {"bias": False, "output_bias": False}
+
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        return {"sliding_window": layers[0].window, **super().keys(shape, layers)}
+
+    @classmethod
+    def wholes(cls, shape: Shape, mixer: str) -> dict[str, _Whole]:
+        return {
+            "self_attn.qkv_proj.weight": _Whole(1, tuple(f"mixer.{name}_proj.weight" for name in "qkv")),
+            "mlp.gate_up_proj.weight": _Whole(1, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        }
+
+
+class _Hybrid(_Layered):
+    """Layers of the gated delta rule, and softmax layers."""
+
+    is_hybrid: ClassVar[bool] = True
+    # The convolutions have it too.
+    hidden_act: Literal["silu"] = "silu"
+    layer_types: list[Literal["linear_attention", "full_attention"]] | None = None  # type: ignore[assignment]
+    linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=64)] = 4
+    linear_key_head_dim: Width | None = None
+    linear_value_head_dim: Width | None = None
+    linear_num_key_heads: Width | None = None
+    linear_num_value_heads: Width | None = None
+
+    def delta(self, path: Path) -> DeltaForm:
+        heads = self.linear_num_key_heads or self.num_attention_heads
+        values = self.linear_num_value_heads or self.num_attention_heads
+        key_width = self.linear_key_head_dim or int(0.75 * self.hidden_size / heads)
+        value_width = self.linear_value_head_dim or 2 * key_width
+        if heads != self.num_attention_heads:
+            raise UserError(
+                f"{path}: linear_num_key_heads = {heads} and num_attention_heads = {self.num_attention_heads}; both "
+                "kinds of layers must have the same number of heads of queries"
+            )
+        if values % heads:
+            raise UserError(f"{path}: linear_num_value_heads = {values} is not a multiple of {heads}, those of keys")
+        usual = self.hidden_size / heads
+        return DeltaForm(
+            key_head_dim=None if key_width == usual else key_width,
+            value_head_dim=None if value_width == usual else value_width,
+            num_value_heads=None if values == heads else values,
+            short_convolution=self.linear_conv_kernel_dim,
+            output_norm_eps=self.rms_norm_eps,
+        )
+
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        form, heads = shape.forms.get(_DELTA, DeltaForm()), shape.num_attention_heads
+        assert isinstance(form, DeltaForm), type(form)
+        return {
+            **super().keys(shape, layers),
+            "attention_bias": layers[0].bias,
+            "layer_types": [_LINEAR if mixer == _DELTA else _FULL for mixer in shape.mixers],
+            "linear_conv_kernel_dim": form.short_convolution,
+            "linear_key_head_dim": form.key_head_dim or shape.hidden_size // heads,
+            "linear_value_head_dim": form.value_head_dim or shape.hidden_size // heads,
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": form.num_value_heads or heads,
+        }
+
+
+class _GatedHybrid(_Hybrid, _Partial):
+    """As Qwen3.5 has them: the softmax layers are gated."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+    }
+    full_attention_interval: Annotated[int, Field(ge=1)] = 4
+    linear_key_head_dim: Width = 128
+    linear_value_head_dim: Width = 128
+    linear_num_key_heads: Width = 16
+    linear_num_value_heads: Width = 32
+
+    def is_linear(self, layer: int) -> bool:
+        if self.layer_types is None:
+            return (layer + 1) % self.full_attention_interval != 0
+        return self.layer_types[layer] == _LINEAR
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        return super().attention(layer, path) | {"qk_norm": "head", "zero_centered_norm": True, "output_gate": True}
+
+    def blocks(self) -> dict[str, Any]:
+        return super().blocks() | {"zero_centered_norm": True}
+
+    @classmethod
+    def wholes(cls, shape: Shape, mixer: str) -> dict[str, _Whole]:
+        if mixer != _DELTA:
+            # Of each head its query, and its gate.
+            return {
+                f"self_attn.q_proj.{kind}": _Whole(
+                    shape.num_attention_heads, (f"mixer.q_proj.{kind}", f"mixer.gate_proj.{kind}")
+                )
+                for kind in ("weight", "bias")
+            }
+        return {
+            **cls.projections(shape),
+            "linear_attn.conv1d.weight": _Whole(1, ("mixer.q_conv", "mixer.k_conv", "mixer.v_conv")),
+            "linear_attn.norm.weight": _Whole(1, ("mixer.o_norm",)),
+            "linear_attn.out_proj.weight": _Whole(1, ("mixer.o_proj.weight",)),
+            "linear_attn.A_log": _Whole(1, ("mixer.A_log",)),
+            "linear_attn.dt_bias": _Whole(1, ("mixer.dt_bias",)),
+        }
+
+    @classmethod
+    def projections(cls, shape: Shape) -> dict[str, _Whole]:
+        """Those of the inputs of a layer of the gated delta rule."""
+        alone = {"z": "gate", "b": "b", "a": "f"}
+        return {
+            "linear_attn.in_proj_qkv.weight": _Whole(1, tuple(f"mixer.{name}_proj.weight" for name in "qkv")),
+            **{
+                f"linear_attn.in_proj_{own}.weight": _Whole(1, (f"mixer.{name}_proj.weight",))
+                for own, name in alone.items()
+            },
+        }
+
+
+class _RopeOfGrids(_PartialRope):
+    """With a text's tokens all three positions of a grid are the same one."""
+
+    mrope_section: list[int] | None = None
+    mrope_interleaved: bool | None = None
+
+
+class _Qwen35(_GatedHybrid):
+    defaults: ClassVar[dict[str, Any]] = {**_GatedHybrid.defaults, "num_key_value_heads": 4}
+    rope_scaling: _RopeOfGrids | None = None
+    rope_parameters: _RopeOfGrids | None = None
+
+
+class _Qwen3Next(_GatedHybrid):
+    defaults: ClassVar[dict[str, Any]] = {**_GatedHybrid.defaults, "num_key_value_heads": 2, "num_experts": 512}
+    num_experts: Annotated[int, Field(ge=0)]
+    decoder_sparse_step: Annotated[int, Field(ge=1)] = 1
+    mlp_only_layers: list[int] | None = None
+
+    def shape(self, path: Path) -> Shape:
+        layers = {*range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)}
+        if self.num_experts and (sparse := sorted(layers - {*(self.mlp_only_layers or ())})):
+            raise UserError(
+                f"{path}: num_experts = {self.num_experts}: layer {sparse[0]} has experts; use a model without experts"
+            )
+        return super().shape(path)
+
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        return {**super().keys(shape, layers), "num_experts": 0, "mlp_only_layers": []}
+
+    @classmethod
+    def projections(cls, shape: Shape) -> dict[str, _Whole]:
+        heads = shape.num_attention_heads
+        return {
+            "linear_attn.in_proj_qkvz.weight": _Whole(
+                heads, tuple(f"mixer.{name}_proj.weight" for name in ("q", "k", "v", "gate"))
+            ),
+            "linear_attn.in_proj_ba.weight": _Whole(heads, ("mixer.b_proj.weight", "mixer.f_proj.weight")),
+        }
+
+
+class _OlmoHybrid(_Hybrid, _Llama):
+    needs_even_heads: ClassVar[bool] = False
+    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 65_536}
+    other_names: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("input_layernorm", "attention_layer_norm"),
+        ("post_attention_layernorm", "feedforward_layer_norm"),
+    )
+    sequences: ClassVar[dict[str, tuple[str, ...]]] = {
+        "linear_attn.conv1d.weight": tuple(f"linear_attn.{name}_conv1d.weight" for name in "qkv")
+    }
+    rope_theta: Positive | None = 10000.0  # type: ignore[assignment]
+    """null, here or in rope_parameters: no positions."""
+    linear_allow_neg_eigval: bool = True
+
+    def is_linear(self, layer: int) -> bool:
+        if self.layer_types is None:
+            # A softmax layer stands last where none would be.
+            return layer % 4 != 3 and not (self.num_hidden_layers < 4 and layer == self.num_hidden_layers - 1)
+        return self.layer_types[layer] == _LINEAR
+
+    def delta(self, path: Path) -> DeltaForm:
+        # Not that of the configuration: transformers' class has the number of flash-linear-attention.
+        usual = DeltaForm().output_norm_eps
+        return replace(super().delta(path), negative_eigenvalues=self.linear_allow_neg_eigval, output_norm_eps=usual)
+
+    def attention(self, layer: int, path: Path) -> dict[str, Any]:
+        found = super().attention(layer, path) | {"qk_norm": "all"}
+        rope = self.rope(layer)
+        theta = rope.rope_theta if "rope_theta" in rope.model_fields_set else self.rope_theta
+        if theta is not None:
+            return found
+        usual = Attention()
+        return found | {"positions": "none", "rope_theta": usual.rope_theta, "rope_scaling": None}
+
+    def blocks(self) -> dict[str, Any]:
+        return super().blocks() | {"norm_placement": "by_mixer"}
+
+    @classmethod
+    def keys(cls, shape: Shape, layers: Sequence[Attention]) -> dict[str, Any]:
+        form, rope = shape.forms.get(_DELTA, DeltaForm()), _rope_keys(layers[0])
+        assert isinstance(form, DeltaForm), type(form)
+        return {
+            **super().keys(shape, layers),
+            "rope_parameters": rope if layers[0].positions == "rope" else {**rope, "rope_theta": None},
+            "linear_allow_neg_eigval": form.negative_eigenvalues,
+        }
+
+    @classmethod
+    def wholes(cls, shape: Shape, mixer: str) -> dict[str, _Whole]:
+        # The names of published files; transformers renames them as it reads.
+        if mixer != _DELTA:
+            return {}
+        projections = {**{name: name for name in "qkvbo"}, "a": "f", "g": "gate"}
+        alone = {
+            **{f"linear_attn.{own}_proj.weight": f"mixer.{name}_proj.weight" for own, name in projections.items()},
+            **{f"linear_attn.{name}_conv1d.weight": f"mixer.{name}_conv" for name in "qkv"},
+            "linear_attn.o_norm.weight": "mixer.o_norm",
+            "linear_attn.A_log": "mixer.A_log",
+            "linear_attn.dt_bias": "mixer.dt_bias",
+            **{f"{own}.weight": f"{name}.weight" for name, own in cls.other_names},
+        }
+        return {own: _Whole(1, (name,)) for own, name in alone.items()}
 
 
 _CLASSES: dict[str, tuple[str, type[_Layered]]] = {
@@ -425,6 +720,9 @@ _CLASSES: dict[str, tuple[str, type[_Layered]]] = {
     "smollm3": ("SmolLM3", _SmolLM3),
     "gemma2": ("Gemma2", _Gemma2),
     "phi3": ("Phi3", _Phi3),
+    "qwen3_5_text": ("Qwen3_5", _Qwen35),
+    "qwen3_next": ("Qwen3Next", _Qwen3Next),
+    "olmo_hybrid": ("OlmoHybrid", _OlmoHybrid),
 }
 """By model_type: transformers' name, and its configuration. Of two that compute the same the first is written."""
 OWN_TYPES = tuple(_CLASSES)
@@ -439,9 +737,12 @@ def read_own(content: dict[str, Any], path: Path) -> tuple[Shape, int]:
 
 def own_type(shape: Shape) -> str | None:
     """The model_type of transformers' own model that computes ``shape``; None: there is none."""
-    if not {*shape.mixers} <= {*SOFTMAX_MIXERS} or not shape.intermediate_size:
+    mixers = {*shape.mixers}
+    if not mixers <= {*SOFTMAX_MIXERS, _DELTA} or mixers == {_DELTA} or not shape.intermediate_size:
         return None
     for name, (_, kind) in _CLASSES.items():
+        if kind.is_hybrid != (_DELTA in mixers):
+            continue
         if kind.needs_even_heads and shape.hidden_size % shape.num_attention_heads:
             continue
         content = sizes_of(shape) | own_keys(shape, name) | {"max_position_embeddings": MOST_SEQUENCE_TOKENS}
@@ -464,21 +765,51 @@ def tensor_places(shape: Shape, name: str | None) -> dict[str, TensorRows]:
 
     ``name``: of ``OWN_TYPES``; None: files that are read by our own class.
     """
-    found, sizes = dict[str, TensorRows](), tensor_shapes(shape)
-    fused = {} if name is None else _CLASSES[name][1].fused
-    wholes = {part: (whole, parts) for whole, parts in fused.items() for part in parts}
+    sizes, found = tensor_shapes(shape), dict[str, TensorRows]()
+    wholes = [{} if name is None else _CLASSES[name][1].wholes(shape, mixer) for mixer in shape.mixers]
     for plain in sizes:
-        own = plain if name is None else plain.replace(".mixer.", ".self_attn.")
-        layer, part = _layer_of(own)
-        if part not in wholes:
-            found[plain] = TensorRows(key=own)
+        if name is None or not plain.startswith("model.layers."):
+            found[plain] = TensorRows(key=plain)
             continue
-        whole, parts = wholes[part]
-        before = [sizes[f"{layer}.{one}".replace(".self_attn.", ".mixer.")][0] for one in parts]
-        first = sum(before[: parts.index(part)])
-        rows = (first, first + before[parts.index(part)])
-        found[plain] = TensorRows(key=f"{layer}.{whole}", ranges=(rows,))
+        *layer, part = plain.split(".", 3)
+        where = ".".join(layer)
+        usual = part.replace("mixer.", "self_attn.", 1), _Whole(1, (part,))
+        own, whole = next((one for one in wholes[int(layer[-1])].items() if part in one[1].parts), usual)
+        each = [sizes[f"{where}.{one}"][0] // whole.groups for one in whole.parts]
+        at = whole.parts.index(part)
+        starts = [group * sum(each) + sum(each[:at]) for group in range(whole.groups)]
+        ranges = tuple((start, start + each[at]) for start in starts)
+        found[plain] = TensorRows(key=f"{where}.{own}", ranges=ranges if len(each) > 1 else None)
     return found
+
+
+def renamed_and_recut(
+    headers: Mapping[str, Sequence[Entry]], expected: Mapping[str, tuple[int, ...]], name: str | None
+) -> dict[str, list[Entry]]:
+    """The tensors in each file, with the names and cuts of ``expected`` where the files have others.
+
+    Args:
+        headers: the tensors by file.
+        expected: shapes of tensors, see ``whole_shapes``.
+        name: of ``OWN_TYPES``; None: nothing changes.
+    """
+    kind = _Layered if name is None else _CLASSES[name][1]
+    both = [pair for one in kind.other_names for pair in (one, one[::-1])]
+    found = {file: [_renamed(entry, expected, both) for entry in entries] for file, entries in headers.items()}
+    for whole, parts in kind.sequences.items():
+        for first in [key for key in expected if key.endswith(f".{parts[0]}")]:
+            layer = first.removesuffix(parts[0])
+            found = recut(found, layer + whole, {layer + part: expected[layer + part] for part in parts})
+    return found
+
+
+def _renamed(entry: Entry, expected: Mapping[str, tuple[int, ...]], pairs: Sequence[tuple[str, str]]) -> Entry:
+    own = entry.box.key.removeprefix(WEIGHTS_PREFIX)
+    if own in expected:
+        return entry
+    others = (own.replace(f".{one}.", f".{other}.") for one, other in pairs)
+    key = next((other for other in others if other in expected), own)
+    return replace(entry, box=replace(entry.box, key=f"{WEIGHTS_PREFIX}{key}"))
 
 
 def whole_shapes(places: Mapping[str, TensorRows], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -486,20 +817,27 @@ def whole_shapes(places: Mapping[str, TensorRows], sizes: Mapping[str, tuple[int
     found: dict[str, tuple[int, ...]] = {}
     for plain, place in places.items():
         rows, *rest = sizes[plain]
-        found[place.key] = (rows + (found[place.key][0] if place.key in found else 0), *rest)
+        # A convolution reads one channel.
+        inner = (1, *rest) if place.key.endswith("conv1d.weight") else tuple(rest)
+        found[place.key] = (rows + (found[place.key][0] if place.key in found else 0), *inner)
     return found
 
 
-def _layer_of(name: str) -> tuple[str, str]:
-    """model.layers.3.mlp.up_proj.weight -> model.layers.3, mlp.up_proj.weight."""
-    *layer, part = name.split(".", 3)
-    return ".".join(layer), part
+def whole_parts(places: Mapping[str, TensorRows], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, list[WholePart]]:
+    """The parts of those tensors, in the order of their rows."""
+    found: dict[str, list[WholePart]] = {}
+    for plain, place in places.items():
+        first = 0
+        for start, stop in place.ranges or ((0, sizes[plain][0]),):
+            found.setdefault(place.key, []).append(WholePart(range(start, stop), plain, first))
+            first += stop - start
+    return {key: sorted(parts, key=lambda part: part.rows.start) for key, parts in found.items()}
 
 
 def own_keys(shape: Shape, name: str) -> dict[str, Any]:
     """Keys of config.json beside the sizes, of the model ``name`` of ``OWN_TYPES``; of another model, the nearest."""
     attentions = shape.attentions()
-    layers = [attentions[mixer] for mixer in shape.mixers]
+    layers = [attentions[mixer] for mixer in shape.mixers if mixer in attentions]
     first = layers[0]
     keys = {
         "num_key_value_heads": first.num_key_value_heads or shape.num_attention_heads,

@@ -174,9 +174,9 @@ def _read_header(path: Path) -> list[Entry]:
     header.pop("__metadata__", None)
     first, end, entries = _LENGTH_BYTES + length, 0, []
     for name, value in header.items():
-        if isinstance(value, dict) and value.get("dtype") not in DTYPES:
-            kinds = ", ".join(DTYPES)
-            raise UserError(f"{path}: {shown(name)} has dtype {shown(str(value.get('dtype')))}; use {kinds}")
+        # A list is no key of a table.
+        if isinstance(value, dict) and (dtype := str(value.get("dtype"))) not in DTYPES:
+            raise UserError(f"{path}: {shown(name)} has dtype {shown(dtype)}; use {', '.join(DTYPES)}")
         place = checked(Place, value, path, name)
         shape, (start, stop) = tuple(place.shape), place.data_offsets
         box = Box(key=f"{WEIGHTS_PREFIX}{name}", shape=shape, offset=(0,) * len(shape), sizes=shape)

@@ -3,7 +3,7 @@
 Every kind encodes as before, id by id: what is written is compared with the original on texts that tokenizers often
 treat unlike each other, and refused where one differs. Only a token that begins documents is added: a text of its own
 begins with the end-of-text token, as in training. A text that spells a special token stays ordinary text, but where
-masks are filled.
+masks are filled, and in models of conversations, whose templates spell them.
 """
 
 import importlib
@@ -33,14 +33,17 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _NUM_TEXTS = 300
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_tokens: int, has_mask: bool = False) -> None:
-    """Write both files to ``directory``.
+def write_tokenizer(
+    tokenizer: Tokenizer, directory: Path, *, max_tokens: int, has_mask: bool = False, reads_markup: bool = False
+) -> str:
+    """Write both files to ``directory``; the spelling of the end-of-text token.
 
     Args:
         tokenizer: of the run.
         directory: where they go.
         max_tokens: the length of sequences that the model was trained on.
         has_mask: whether the mask is a token too, behind the last one: ``MASK_TEXT`` in a text is it.
+        reads_markup: whether a text can spell special tokens, as a chat template does.
 
     UserError where the package ``tokenizers`` is not there, or would not give the same ids.
     """
@@ -60,9 +63,9 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_tokens: int, h
         "eos_token": eot,
         "pad_token": eot,
         "clean_up_tokenization_spaces": False,
-        # A text that spells a special token must not forge the end of a document. But a mask is spelled, and
-        # transformers knows only all or none.
-        "split_special_tokens": not has_mask,
+        # A text that spells a special token must not forge the end of a document. But masks and the markup of chat
+        # templates are spelled, and transformers knows only all or none.
+        "split_special_tokens": not has_mask and not reads_markup,
         "padding_side": "left",
         "model_max_length": max_tokens,
         "model_input_names": ["input_ids", "attention_mask"],
@@ -70,6 +73,7 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, *, max_tokens: int, h
     if has_mask:
         config["mask_token"] = MASK_TEXT
     (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return eot
 
 
 def _mask_token(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
-from lightscale.exchange.plain.lion import Lion
+from lightscale.exchange.plain.lion import LionForm
 from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import (
     BLOCK_NORMS,
@@ -33,7 +33,7 @@ from lightscale.exchange.plain.model import (
 )
 from lightscale.exchange.plain.relation import RelationForm
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
-from lightscale.models.accounting import block_norms
+from lightscale.models.accounting import block_norms, norm_placement
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.gated import gate_rank
@@ -114,6 +114,18 @@ class TensorRows:
     ranges: tuple[tuple[int, int], ...] | None = None
     """First and last + 1 of each; None: all rows there are."""
 
+    def part(self, first: int, count: int) -> "TensorRows":
+        """``count`` of these rows, from the row ``first`` among them."""
+        if self.ranges is None:
+            return TensorRows(key=self.key, ranges=((first, first + count),))
+        found, at = [], 0
+        for start, stop in self.ranges:
+            low, high = max(first, at), min(first + count, at + stop - start)
+            if low < high:
+                found.append((start + low - at, start + high - at))
+            at += stop - start
+        return TensorRows(key=self.key, ranges=tuple(found))
+
 
 def run_shape(config: RunConfig, *, num_ids: int) -> Shape:
     """The shape of the plain model of a run whose tokenizer has ``num_ids``; see ``shape_of``."""
@@ -129,11 +141,13 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
 
     UserError where one of its mixers, or something else that its options say, has no plain form.
     """
+    if model.patches is not None:
+        raise UserError("model.patches: models of images cannot be loaded or exported; use a run of texts")
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
         raise UserError(f"model.mixer: {unknown[0]} cannot be loaded or exported; use one of {', '.join(MIXER_NAMES)}")
     _require_known(model)
     ranks, attentions, scalar_decay = {}, dict[str, Attention](), ScalarDecay()
-    lion, lightnet_causal, forms = dict[str, Lion](), True, dict[str, MixerForm]()
+    lion, lightnet_causal, forms = dict[str, LionForm](), True, dict[str, MixerForm]()
     for layer, name in enumerate(model.layers):
         options = model.layer_options(layer)
         if name in FORMS and (form := form_of(name, options)) != FORMS[name]():
@@ -144,7 +158,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         if isinstance(options, LightNetOptions):
             lightnet_causal = options.causal
         elif isinstance(options, LionOptions):
-            lion[name] = Lion(**options.model_dump(exclude={"initial_decay"}))
+            lion[name] = LionForm(**options.model_dump(exclude={"initial_decay"}))
         elif isinstance(options, DecayAttentionOptions):
             scalar_decay = ScalarDecay(**options.model_dump(exclude={"gate_rank", "initial_decay"}))
         elif isinstance(options, LLaMAOptions):
@@ -303,7 +317,8 @@ def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor
     for layer, mixer in enumerate(model.layers):
         there, here = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         if has_norm_weights:
-            for name, own in zip(BLOCK_NORMS[model.norm_placement], block_norms(model), strict=False):
+            names = BLOCK_NORMS[norm_placement(model, mixer)]
+            for name, own in zip(names, block_norms(model, mixer), strict=False):
                 if own is not None:
                     yield f"{here}{name}.weight", TensorRows(key=f"{there}{own}.weight")
         for role, rows in mixer_spec(mixer).roles(model, layer).items():

@@ -18,7 +18,7 @@ from lightscale.exchange.plain.operators import rms_norm, two_way_attention, wid
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion:
+class LionForm:
     """What a mixer of LION's can have otherwise."""
 
     feature_map: str = "silu"
@@ -62,9 +62,9 @@ class LionLITMixer(HeadMixer):
         eps: added to the mean square in the norm.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, *, lion: Lion | None = None, eps: float = 1e-6) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, *, lion: LionForm | None = None, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, num_heads, eps=eps)
-        self.lion = lion or Lion(feature_map="elu")
+        self.lion = lion or LionForm(feature_map="elu")
         self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
@@ -111,8 +111,8 @@ class LionRetNetMixer(LionLITMixer):
 class LionSMixer(LionLITMixer):
     """LION-S: a decay for each head, or value channel, and token, a = σ(x W + b)."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, lion: Lion | None = None, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, num_heads, lion=lion or Lion(), eps=eps)
+    def __init__(self, hidden_size: int, num_heads: int, *, lion: LionForm | None = None, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, num_heads, lion=lion or LionForm(), eps=eps)
         self.f_proj = nn.Linear(hidden_size, hidden_size if self.lion.vector_decay else num_heads)
 
     def gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

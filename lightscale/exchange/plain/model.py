@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.delta_mixer import DELTA_MIXERS, DeltaForm
-from lightscale.exchange.plain.lion import LION_MIXERS, Lion
+from lightscale.exchange.plain.lion import LION_MIXERS, LionForm
 from lightscale.exchange.plain.mixers import (
     CosFormer2Mixer,
     GatedForm,
@@ -67,7 +67,8 @@ class Shape:
     norm: str = "srmsnorm"
     """srmsnorm, which has no weight, rmsnorm, or layernorm, which has none."""
     norm_placement: str = "pre"
-    """Norms in a block: pre, on the inputs of mixer and gated linear unit; post, on their outputs; both."""
+    """Norms in a block: pre, on the inputs of mixer and gated linear unit; post, on their outputs; both; by_mixer, post
+    with softmax attention and pre with others."""
     zero_centered_norm: bool = False
     """Whether rmsnorm multiplies by 1 + weight."""
     embedding_multiplier: float = 1.0
@@ -85,7 +86,7 @@ class Shape:
     """Whether the output layer is the embedding."""
     lightnet_causal: bool = True
     """Whether LightNet's layers read up to each token; otherwise the whole row."""
-    lion: Mapping[str, Lion] = field(default_factory=dict)
+    lion: Mapping[str, LionForm] = field(default_factory=dict)
     """The form of LION's mixers, by their names."""
     forms: Mapping[str, MixerForm] = field(default_factory=dict)
     """Of the other mixers those that are not as usual, by their names; see ``FORMS``."""
@@ -168,7 +169,7 @@ BLOCK_NORMS: dict[str, tuple[str, str, str, str]] = {
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
 }
-"""By ``Shape.norm_placement`` transformers' names of the norms before and behind the mixer, before and behind the gated
+"""By a block's placement transformers' names of the norms before and behind the mixer, before and behind the gated
 linear unit; empty: there is none."""
 
 
@@ -237,7 +238,10 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self.has_unit = shape.intermediate_size > 0
-        self.norms = BLOCK_NORMS[shape.norm_placement][: 4 if self.has_unit else 2]
+        placement = shape.norm_placement
+        if placement == "by_mixer":
+            placement = "post" if shape.mixers[layer] in SOFTMAX_MIXERS else "pre"
+        self.norms = BLOCK_NORMS[placement][: 4 if self.has_unit else 2]
         for name in filter(None, self.norms):
             self.add_module(name, block_norm(shape))
         self.mixer = make_mixer(shape, layer)
@@ -307,10 +311,15 @@ class PositionTable(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """Token ids, or their embeddings, to activations behind the last norm."""
+    """Token ids, or their embeddings, to activations behind the last norm.
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
+    Args:
+        shape: of the model.
+        of_base: arguments of the next base class of a subclass.
+    """
+
+    def __init__(self, shape: Shape, *of_base: Any) -> None:
+        super().__init__(*of_base)
         self.mixers = tuple(shape.mixers)
         self.embed_tokens = TokenEmbedding(shape.vocab_size, shape.hidden_size, multiplier=shape.embedding_multiplier)
         d, self.positions, self.tpe, self.lower_bounds = shape.hidden_size, None, None, None
@@ -329,7 +338,11 @@ class Decoder(nn.Module):
             self.norm = block_norm(shape)
 
     def forward(
-        self, x: Tensor, states: Sequence[State] | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        states: Sequence[State] | None = None,
+        mask: Tensor | None = None,
+        trace: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[State]]:
         """Read on by some tokens.
 
@@ -337,6 +350,7 @@ class Decoder(nn.Module):
             x: ids (b, n) int64, or embeddings (b, n, d).
             states: what the call before gave; None: the rows begin here.
             mask: (b, n) bool, the real tokens; None: all.
+            trace: a list that gets the input of each layer and then the activations, (b, n, d) each.
 
         Returns:
             Activations (b, n, d), and a state for each layer behind that of the positional encodings.
@@ -356,9 +370,21 @@ class Decoder(nn.Module):
             of_model = {}
             if bounds is not None and self.mixers[number] == "hgrn2":
                 of_model["lower_bound"] = bounds[number]
-            x, state = layer(x, before[number + 1], mask, **of_model)
+            if trace is not None:
+                trace.append(x)
+            x, state = self.layer_output(layer, x, before[number + 1], mask, **of_model)
             after.append(state)
-        return self.norm(x), after
+        x = self.norm(x)
+        if trace is not None:
+            trace.append(x)
+        return x, after
+
+    def layer_output(
+        self, layer: nn.Module, x: Tensor, state: State | None, mask: Tensor | None, **of_model: Tensor
+    ) -> tuple[Tensor, State]:
+        """See ``Block.forward``. A subclass can compute it twice instead of keeping its activations."""
+        found: tuple[Tensor, State] = layer(x, state, mask, **of_model)
+        return found
 
 
 class CausalModel(nn.Module):
@@ -395,6 +421,17 @@ class MaskedModel(nn.Module):
         return soft_capped(F.linear(self.model(x, None, mask)[0], output.weight[:-1]), self.shape.final_logit_cap)
 
 
+class LabelScores(nn.Linear):
+    """Pooled activations to logits of labels, in the dtype of the activations."""
+
+    def __init__(self, hidden_size: int, num_labels: int) -> None:
+        super().__init__(hidden_size, num_labels, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (b, d) -> (b, labels)"""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class Classifier(nn.Module):
     """Token ids to logits of the row's label."""
 
@@ -402,12 +439,12 @@ class Classifier(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
-        self.score = nn.Linear(shape.hidden_size, shape.num_labels, bias=False)
+        self.score = LabelScores(shape.hidden_size, shape.num_labels)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (b, n), or their embeddings; mask: (b, n) bool, the real tokens -> (b, labels), fp32 at least."""
-        states = pooled(self.model(x, None, mask)[0], mask, self.shape.pooling)
-        return F.linear(states, self.score.weight.to(states.dtype))
+        logits: Tensor = self.score(pooled(self.model(x, None, mask)[0], mask, self.shape.pooling))
+        return logits
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:

@@ -8,11 +8,15 @@ from lightscale.kernels.attention.documents import (
     sdpa,
     to_device,
 )
-from lightscale.kernels.attention.tiled import masked_attention
+from lightscale.kernels.attention.flash_parts import add_gradients, add_keys
+from lightscale.kernels.attention.tiled import KeyRanges, masked_attention
 
 __all__ = [
     "DocumentAttention",
     "DocumentStarts",
+    "KeyRanges",
+    "add_gradients",
+    "add_keys",
     "leading_tokens",
     "masked_attention",
     "read_starts",

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightscale.kernels.attention.tiled import KeyRanges, tiled_attention
+from lightscale.kernels.common.captures import CannotCapture, is_capturing
 
 _SHORT = 32
 """Most tokens of documents that are computed together if their lengths round up to one multiple of ``_LENGTH_STEP``.
@@ -69,7 +70,12 @@ def leading_tokens(starts: DocumentStarts, rows: int, length: int) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """``host`` on ``device``; the host does not wait for the copy."""
+    """``host`` on ``device``; the host does not wait for the copy.
+
+    Refused while a CUDA graph is captured (``CannotCapture``), which would copy the same numbers each time.
+    """
+    if is_capturing(device):
+        raise CannotCapture("tables of documents are made on the host")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
@@ -226,6 +232,10 @@ class DocumentAttention:
     def _boundaries(self) -> tuple[Tensor, Tensor, int, int]:
         """Boundaries of the documents among all queries and all keys, and the most of each in one document."""
         lengths, keys = self._lengths, self._before + self._lengths + self._after
+        if is_capturing(self.device) and len({*lengths.tolist()}) == len({*keys.tolist()}) == 1:
+            # Every row is one document: no table comes from the host.
+            edges = torch.arange(len(lengths) + 1, dtype=torch.int32, device=self.device)
+            return edges * int(lengths[0]), edges * int(keys[0]), int(lengths[0]), int(keys[0])
         boundaries = np.zeros((2, len(lengths) + 1), dtype=np.int32)
         np.cumsum([lengths, keys], axis=1, out=boundaries[:, 1:])
         on_device = to_device(torch.from_numpy(boundaries), self.device)

@@ -8,6 +8,7 @@ same choice to them.
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,6 +34,8 @@ _Passes = TypeVarTuple("_Passes")
 _default = AUTO
 _loaded: dict[str, ModuleType] = {}
 _fallen: set[str] = set()
+# Types of devices whose tensors count as those of a GPU.
+_gpus = {"cuda"}
 
 
 def set_default_backend(name: str) -> None:
@@ -67,6 +70,16 @@ def choose_backend(operator: str, x: Tensor, requested: str = AUTO) -> str:
     return _choose(described, described.backends, x, requested, what=operator)
 
 
+@contextmanager
+def meta_as_gpu() -> Iterator[None]:
+    """Within, back-ends are chosen for tensors on PyTorch's device "meta" as for a GPU's; see ``triton/tracing.py``."""
+    _gpus.add("meta")
+    try:
+        yield
+    finally:
+        _gpus.discard("meta")
+
+
 def launches_triton(x: Tensor) -> bool:
     """Whether Triton computes helpers such as folds of states on tensors like ``x``.
 
@@ -74,8 +87,8 @@ def launches_triton(x: Tensor) -> bool:
     alone. It is also False after the check of an operator's kernels failed, because no check covers the helpers.
     """
     if _default == AUTO:
-        return x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES and not _fallen
-    return _default == "triton" and x.dtype in _TRITON_DTYPES and HAS_TRITON and (x.is_cuda or _interpreting())
+        return _on_gpu(x) and HAS_TRITON and x.dtype in _TRITON_DTYPES and not _fallen
+    return _default == "triton" and x.dtype in _TRITON_DTYPES and HAS_TRITON and (_on_gpu(x) or _interpreting())
 
 
 def implementation(operator: str, backend: str) -> Any:
@@ -157,7 +170,7 @@ def _choose(operator: Operator, able: tuple[Backend, ...], x: Tensor, requested:
     known = [backend for backend in able if backend.max_width is None or x.shape[-1] <= backend.max_width]
     if wanted == AUTO:
         for backend in known:
-            able_here = x.is_cuda and HAS_TRITON and x.dtype in _TRITON_DTYPES and operator.name not in _fallen
+            able_here = _on_gpu(x) and HAS_TRITON and x.dtype in _TRITON_DTYPES and operator.name not in _fallen
             if backend.name != "triton" or able_here:
                 return backend.name
         raise UserError(f"{what} has no back-end for {x.dtype} on {x.device}; use {_names(known)}")
@@ -187,6 +200,10 @@ def _tensors(nested: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type in _gpus
+
+
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -196,7 +213,7 @@ def _check_triton(x: Tensor, what: str) -> None:
         raise UserError(f"{what}: backend 'triton' needs the package triton; use 'auto' or 'chunked'")
     if x.dtype not in _TRITON_DTYPES:
         raise UserError(f"{what}: backend 'triton' supports fp16, bf16 and fp32, not {x.dtype}; use 'chunked'")
-    if not x.is_cuda and not _interpreting():
+    if not _on_gpu(x) and not _interpreting():
         raise UserError(
             f"{what}: backend 'triton' needs a GPU, but the inputs are on {x.device}; use 'auto' or 'chunked' "
             "(the environment variable TRITON_INTERPRET=1 runs it in the interpreter, very slowly)"

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightscale.kernels.common.captures import is_capturing
+
 
 class ChunkMasks(NamedTuple):
     """Masks of the tokens of one document in a batch, for batches in which a document begins."""
@@ -62,7 +64,8 @@ class Chunks:
             return None
         here = self.tokens(documents)
         before = documents[:, self.start - 1] if self.start else torch.zeros_like(documents[:, 0])
-        if torch.equal(here[:, -1, -1], before):
+        # A graph is for all documents: the masks of a batch without a beginning change nothing.
+        if not is_capturing(documents.device) and torch.equal(here[:, -1, -1], before):
             return None
         last = here[:, :, -1:]
         entering = torch.cat([before[:, None, None], last[:, :-1]], dim=1)  # (B, G, 1)

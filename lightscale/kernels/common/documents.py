@@ -42,6 +42,21 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> N
         )
 
 
+def boundaries_of_tokens(positions: Tensor) -> Tensor:
+    """``cu_seqlens`` (B·T + 1,) int64 of rows with ``positions`` (B, T): the start of each token's document, then B·T.
+
+    The size depends on the rows alone and no value is read, so that the boundaries of other documents can take the
+    place of these in a CUDA graph. A boundary that is there several times encloses empty documents, which have no
+    results: operators compute the same numbers as with each boundary once.
+    """
+    rows, length = positions.shape
+    slots = torch.arange(rows * length, device=positions.device).view(rows, length)
+    begins = positions == 0
+    begins[:, :1] = True
+    starts = torch.where(begins, slots, 0).flatten().cummax(0).values if slots.numel() else slots.flatten()
+    return torch.cat([starts, starts.new_full((1,), rows * length)])
+
+
 def document_numbers(cu_seqlens: Tensor, *, num_rows: int, num_tokens: int) -> Tensor:
     """The number (B, T) of each token's document inside its row; the row begins with document 0."""
     starts = torch.zeros(num_rows * num_tokens + 1, dtype=torch.int64, device=cu_seqlens.device)

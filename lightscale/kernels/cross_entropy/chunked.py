@@ -87,7 +87,7 @@ def _exponentials_(logits: Tensor, labels: Tensor, ids: Ids) -> tuple[Statistics
         none = Statistics(scores.new_full(labels.shape, -torch.inf), *(scores.new_zeros(2, len(labels))))
         return none, scores
     largest = scores.amax(dim=1)
-    here, index = _index(labels, ids)
+    here, index = labels_here(labels, ids)
     target = scores.gather(1, index.unsqueeze(1)).squeeze(1).where(here, 0.0)
     exponentials = scores.sub_(largest.unsqueeze(1)).exp_()
     return Statistics(largest, exponentials.sum(dim=1), target), exponentials
@@ -105,13 +105,13 @@ def _finish_gradient_(gradient: Tensor, logits: Tensor, labels: Tensor, ids: Ids
     logits[:, ids.used :] = 0
     if ids.used == 0:
         return
-    here, index = _index(labels, ids)
+    here, index = labels_here(labels, ids)
     gradient.scatter_add_(1, index[:, None], -dlosses.where(here, 0.0)[:, None])
     if gradient.dtype != logits.dtype:
         logits[:, : ids.used] = gradient
 
 
-def _index(labels: Tensor, ids: Ids) -> tuple[Tensor, Tensor]:
+def labels_here(labels: Tensor, ids: Ids) -> tuple[Tensor, Tensor]:
     """Mask of the labels that this rank holds, and their columns (0 for the others)."""
     column = labels - ids.first
     here = (column >= 0) & (column < ids.used)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.common.angles import Angles, Phases, angles_of, features, phases_at, phases_of
+from lightscale.kernels.common.angles import Angles, Phases, angles_of, features, phases_at, phases_of, theta_gradient
 from lightscale.kernels.common.documents import numbers_or_none
 from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_state
 from lightscale.kernels.lightnet.factors import LightNetChunkBatch, chunk_batches
@@ -103,14 +103,18 @@ class _Row:
         """cos and sin (B, G, H, L, K) each."""
         if self.angles is None:
             return None
-        positions = batch.cut.tokens(self.angles.positions)[:, :, None, :, None]
-        return phases_at(positions, self.angles.theta[:, None], self.dtype)
+        positions, theta = batch.cut.tokens(self.angles.positions), self.angles.theta
+        if theta.dim() == 2:
+            return phases_at(positions[:, :, None, :, None], theta[:, None], self.dtype)
+        along = positions.movedim(-1, 2)[:, :, :, None, :, None]
+        cos, sin = phases_at(along, theta[:, :, None], self.dtype)
+        return cos.flatten(2, 3), sin.flatten(2, 3)
 
     def angle_gradient(self, batch: LightNetChunkBatch, of_angles: Tensor) -> Tensor:
-        """dtheta (H, K), fp64, by the gradients (B, G, H, L, K) of the angles of these tokens."""
+        """dtheta, fp64, by the gradients (B, G, H, L, K) of the angles of these tokens."""
         assert self.angles is not None
-        positions = batch.cut.tokens(self.angles.positions).double()
-        return torch.einsum("bgl,bghlk->hk", positions, of_angles.double())
+        here = Angles(self.angles.theta, batch.cut.tokens(self.angles.positions))
+        return theta_gradient(here, of_angles.transpose(2, 3))
 
     def scan_states(self, batch: LightNetChunkBatch, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the state that leaves."""
@@ -295,7 +299,7 @@ def row_gradients(
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        dtheta = q.new_zeros(q.shape[2:], dtype=torch.float64) if with_theta else None
+        dtheta = q.new_zeros(angles.theta.shape, dtype=torch.float64) if with_theta and angles is not None else None
         by_batch = _states_by_batch(row, entering)
         running = arrived(cotangent) or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
         while by_batch:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.attention import to_device
-from lightscale.kernels.common.angles import Angles, angles_of
+from lightscale.kernels.common.angles import Angles, angles_of, theta_gradient
 from lightscale.kernels.common.backends import AUTO, choose_backend, dispatch_passes, implementation
 from lightscale.kernels.common.states import Arriving, arrived, without_autocast
 from lightscale.kernels.lightnet import noncausal_chunked
@@ -127,7 +127,7 @@ def grad_bwd(
     back, of_z = LightNetState(states.z, _quarter_back(states.S)), torch.zeros_like(shared)
     of_q, of_k, _ = token_gradients(k, v, angles, do, back, _quarter_back(dS), of_z, bounds, shared.dtype)
     of_angles = q.double() * of_q.double() + of_k.double()
-    return LightNetGradients(dq, dk, dv, torch.einsum("bt,bthk->hk", angles.positions.double(), of_angles))
+    return LightNetGradients(dq, dk, dv, theta_gradient(angles, of_angles))
 
 
 def _quarter_back(S: Tensor) -> Tensor:

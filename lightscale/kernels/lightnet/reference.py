@@ -44,7 +44,7 @@ def lightnet_attention_reference(
     )
     cos = sin = None
     if angles is not None:
-        angle = angles.positions[:, :, None, None] * angles.theta
+        angle = (angles.positions[..., None, None] * angles.theta).flatten(2, -2)
         cos, sin = angle.cos(), angle.sin()
 
     outputs = []
@@ -87,8 +87,8 @@ def lightnet_noncausal_reference(
         if angles is None:
             scores = torch.einsum("thc,shc->hts", q_d, weights)
         else:
-            positions = angles.positions.flatten()[start:end]
-            cosines = torch.cos((positions[:, None] - positions)[..., None, None] * angles.theta)
+            positions = angles.positions.flatten(0, 1)[start:end]
+            cosines = torch.cos((positions[:, None] - positions)[..., None, None] * angles.theta).flatten(2, -2)
             scores = torch.einsum("thc,shc,tshc->hts", q_d, weights, cosines)
         outputs.append(torch.einsum("hts,shv->thv", scores, v_d))
     return torch.cat(outputs).view(v.shape)

@@ -184,7 +184,7 @@ def row_gradients(
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     dlog_decay = q.new_zeros(q.shape[2], dtype=torch.float64) if with_decay else None
-    dtheta = q.new_zeros(q.shape[2:], dtype=torch.float64) if with_theta else None
+    dtheta = q.new_zeros(angles.theta.shape, dtype=torch.float64) if with_theta and angles is not None else None
     dstate = state_or_zeros(arrived(dS_end), q, v, width)
     for batch in reversed(batches):
         states = states_by_batch.pop()

@@ -23,7 +23,7 @@ def lightning_attention_reference(
     give an fp64 oracle. Autograd differentiates it. The chunked form shares no code with it.
     """
     if angles is not None:
-        angle = angles.positions[:, :, None, None] * angles.theta
+        angle = (angles.positions[..., None, None] * angles.theta).flatten(2, -2)
         q, k = (torch.cat([x * angle.cos(), x * angle.sin()], -1) for x in (q, k))
     state = k.new_zeros(*k.shape[0::2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
     log_decay = k.new_zeros(()) if log_decay is None else log_decay

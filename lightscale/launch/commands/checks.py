@@ -5,26 +5,41 @@ Imports no torch, except to count GPUs on a machine with a GPU driver, so that m
 
 import ctypes
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from lightscale.config.arithmetic import near_multiple
+from lightscale.config.fields import NAMED
 from lightscale.config.layout import Layout, LayoutError, check_layout, check_mixers
+from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.config.sinks import check_installed
-from lightscale.data_pipeline.store.several_stores import open_stores
+from lightscale.data_pipeline.chat.recorded import template_of
+from lightscale.data_pipeline.store.several_stores import open_stores, same_classes
 from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.registry import find_tasks
+from lightscale.models.registry import shared_specs
+from lightscale.models.specs.tpe import TPESpec
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.tasks.interface import task_of
 from lightscale.training.beginning import check_beginning
+from lightscale.training.branch import check_branch
+from lightscale.training.optimizer.registry import optimizer_spec
+from lightscale.training.teacher import check_teacher
 
 
 class WrongUse(UserError):
     """A mistake in the request: a run, a file, a task, its data, a layout."""
 
     EXIT_CODE = 2
+
+
+_DOCUMENTS_AT_ONCE = 2**20
 
 
 def default_directory(config: Path) -> Path:
@@ -39,11 +54,10 @@ def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
     """The keys of ``--allow-change``."""
     for key in keys:
         section, _, rest = key.partition(".")
-        fields = getattr(RunConfig.model_fields.get(section), "annotation", None)
         known = (
             key == "lost-checkpoints"
             or section == "versions"
-            or (fields is not None and (not rest or rest.split(".")[0] in fields.model_fields))
+            or (section in RunConfig.model_fields and (not rest or rest.split(".")[0] in _keys_of(section)))
         )
         if not known:
             raise UserError(
@@ -51,6 +65,15 @@ def allowed_changes(keys: Sequence[str]) -> frozenset[str]:
                 "versions, versions.PACKAGE, or lost-checkpoints"
             )
     return frozenset(keys)
+
+
+def _keys_of(section: str) -> set[str]:
+    """The keys of a section, whatever its key ``name`` is."""
+    types: list[Any] = [RunConfig.model_fields[section].annotation]
+    if (section,) in NAMED:
+        names, class_of = NAMED[section,]
+        types += [class_of(name).options for name in names]
+    return {key for one in types for key in getattr(one, "model_fields", ())}
 
 
 def is_finished(directory: RunDirectory, config: RunConfig, allow: frozenset[str]) -> bool:
@@ -93,11 +116,11 @@ def _num_gpus() -> int:
     return int(importlib.import_module("torch").cuda.device_count())
 
 
-def check_run(config: RunConfig, num_ranks: int, directory: RunDirectory) -> None:
+def check_run(config: RunConfig, num_ranks: int, directory: RunDirectory, allow: Collection[str] = ()) -> None:
     """Refuse a configuration that cannot run on `num_ranks` ranks in `directory`, or has missing data."""
     # The quickest first: reading the store may take seconds on a network file system.
     check_divides(config, num_ranks)
-    check_inputs(config, directory)
+    check_inputs(config, directory, allow)
 
 
 def check_divides(config: RunConfig, num_ranks: int) -> Layout:
@@ -109,13 +132,20 @@ def check_divides(config: RunConfig, num_ranks: int) -> Layout:
         raise importlib.import_module("lightscale.planning.advice").with_advice(error, config, num_ranks) from None
 
 
-def check_inputs(config: RunConfig, directory: RunDirectory) -> None:
-    """Refuse configurations impossible on any number of ranks: shapes of mixers, unfit data or initial weights."""
+def check_inputs(config: RunConfig, directory: RunDirectory, allow: Collection[str] = ()) -> None:
+    """Refuse configurations impossible on any number of ranks: mixers' shapes, groups, unfit data or initial weights.
+
+    ``allow``: changes that a branch may have.
+    """
     check_mixers(config.model, config.parallel)
     check_installed(config.metrics.sinks)
+    optimizer_spec(config)
+    check_lines(config)
     _check_store(config)
     _check_tasks(config)
     check_beginning(config, directory)
+    check_branch(config, directory, allow)
+    check_teacher(config)
 
 
 def check_trained_on(config: RunConfig, fingerprint: str) -> None:
@@ -145,15 +175,20 @@ def _check_tasks(config: RunConfig) -> None:
 
 
 def _check_store(config: RunConfig) -> None:
-    """Refuse a store that is missing, damaged, lacks a named source, or whose tokenizer does not fit."""
+    """Refuse a store that is missing, damaged, lacks a named source, has two chat templates, or does not fit."""
     data = config.data
     store = open_stores(data)
     named = " and ".join(f"{key} = {path}" for key, path in data.store_paths.items())
     # Ranks open the shards that they read, when they read them; what is cut short would come to light in the middle.
     store.check_sizes()
     tokenizer = store.tokenizer
+    is_of_images = config.model.patches is not None
+    if store.image_shape is not None and not is_of_images:
+        raise UserError(
+            f'{named} has images, but task.name = "{config.task.name}" reads texts; use task.name = "classify-image"'
+        )
     # An id without an embedding would fail on the device, far from its cause.
-    if tokenizer.vocab_size > config.model.vocab_size:
+    if not is_of_images and tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {config.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
             f"{tokenizer.name} in {named}; use at least {tokenizer.vocab_size}"
@@ -164,6 +199,9 @@ def _check_store(config: RunConfig) -> None:
     # Without names all that hold no validation data are trained on.
     training = [name for name, source in store.sources.items() if source.split == "train"]
     task.check_store(config.model, store, data.sources or training)
+    if task.writes_text:
+        template_of(store, data.sources)
+    _check_grid(config.model, store, data.sources or training)
     for name, validation in data.validation.items():
         other = store if validation.store is None else TokenStore(validation.store)
         if other is not store:
@@ -177,6 +215,49 @@ def _check_store(config: RunConfig) -> None:
                 "prepare both with the same tokenizer"
             )
         task.check_store(config.model, other, [validation.source])
+        for number, (one, two) in enumerate(zip(task.class_names(store), task.class_names(other), strict=False)):
+            if one != two:
+                raise UserError(
+                    f"data.validation.{name}.store = {validation.store}: label {number} is the class {two}, and {one} "
+                    f"in {named}; {same_classes(other)}"
+                )
+        _check_grid(config.model, other, [validation.source])
+
+
+def check_lines(config: RunConfig) -> None:
+    """UserError for sequence ranks whose segments end inside the slices of a grid, where TPE scans along axes."""
+    grid, ranks = config.model.grid, config.parallel.sequence
+    if grid is None or grid.axes == 1 or ranks == 1 or TPESpec not in shared_specs(config.model):
+        return
+    stride = grid.strides[0]
+    for length in (config.data.sequence_length, *(stage.sequence_length for stage in config.data.curriculum)):
+        if length % (ranks * stride):
+            raise UserError(
+                f"parallel.sequence = {ranks} cuts sequences of {length} tokens into segments that are no multiples of "
+                f"the {stride} tokens between neighbours along axis 0 of model.grid.shape = {grid.shape}, which TPE "
+                f"needs; use sequences of {near_multiple(length, ranks * stride)} tokens, parallel.sequence = 1, or a "
+                "mixer without TPE"
+            )
+
+
+def _check_grid(model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
+    """Refuse documents that are not grids of the model's shape; reads the ends of all."""
+    if model.grid is None or model.patches is not None:
+        return
+    tokens = model.grid.document_tokens
+    for source in map(store.source, sources):
+        for first in range(0, source.num_documents, _DOCUMENTS_AT_ONCE):
+            ends = source.document_ends(first, min(first + _DOCUMENTS_AT_ONCE, source.num_documents))
+            expected = tokens * np.arange(first + 1, first + 1 + len(ends))
+            wrong = np.flatnonzero(ends != expected)
+            if len(wrong):
+                number = first + int(wrong[0])
+                length = int(ends[wrong[0]]) - tokens * number
+                raise UserError(
+                    f"{store.path}, source {source.name}: document {number} has {length} tokens, but model.grid has "
+                    f"{tokens} (leading_tokens = {model.grid.leading_tokens}, shape = {model.grid.shape}); use a store "
+                    "of such documents, or remove the table"
+                )
 
 
 def _check_source(key: str, name: str, store: TokenStore) -> None:

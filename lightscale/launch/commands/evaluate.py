@@ -151,7 +151,7 @@ def _report(args: argparse.Namespace, plan: _Plan, *, is_main: bool = True) -> i
     if not is_main:
         return 0
     if args.json:
-        print(json.dumps(results, indent=2, ensure_ascii=False))
+        print(json.dumps(results, indent=2))
     elif args.csv:
         print(as_csv(results), end="")
     else:

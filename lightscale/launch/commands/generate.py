@@ -14,7 +14,8 @@ from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run, longest_context
 from lightscale.evaluation.generation.prompt_file import PromptText, read_prompts
 from lightscale.evaluation.generation.request import GenerationRequest
-from lightscale.evaluation.inference.prompts import Sampling, check_generates
+from lightscale.evaluation.generation.sampling_arguments import add_sampling, sampling_of
+from lightscale.evaluation.inference.prompts import check_generates
 from lightscale.files import read_regular
 from lightscale.launch.commands.checks import num_processes
 from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
@@ -38,20 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--interactive", action="store_true", help="continue each line of stdin")
     add("--step", type=int, metavar="N", help="same as RUN@N")
     add("--tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)")
-    temperature = "divisor of the logits; 0: always the most probable token (default: %(default)s)"
-    add("--temperature", type=float, default=0.8, metavar="T", help=temperature)
-    add("--top-k", type=int, metavar="K", help="sample from the K most probable tokens (default: all)")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the most probable tokens with total probability P (default: all)",
-    )
-    penalty = "above 1: reduces the probability of tokens already in the text (default: 1, none)"
-    add("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
+    add_sampling(parser)
     add("--stop", action="append", default=[], metavar="TEXT",
         help="stop before this text; repeatable")  # fmt: skip
-    add("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     add(
         "--batch",
         type=int,
@@ -78,13 +68,7 @@ def _asked(args: argparse.Namespace) -> GenerationRequest:
             raise UserError(f"--{name} {value}: must be at least 1")
     if not all(args.stop):
         raise UserError("--stop '': must have at least one character")
-    sampling = Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
-    )
+    sampling = sampling_of(args)
     default = PromptText(text="", max_tokens=args.tokens, stop=tuple(args.stop), sampling=sampling)
     overrides = overrides_among_one(args.overrides)
     kind, prompts = _prompts(args, default)

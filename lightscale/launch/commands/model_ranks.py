@@ -119,10 +119,10 @@ def start_ranks(command: ModuleType, words: Sequence[str], *, config: RunConfig,
     if failure.mistake_code is not None:
         shutil.rmtree(logs)
         raise WrongUse(failure.summary)
-    if failure.traceback is not None:
+    if failure.traceback is not None and failure.limit is None:
         sys.stderr.write(failure.traceback)
     print(f"rank {failure.rank} failed: {failure.summary} (output of all ranks: {logs})", file=sys.stderr)
-    return 1
+    return 1 if failure.limit is None else UserError.EXIT_CODE
 
 
 def _command_line(command: ModuleType) -> list[str]:

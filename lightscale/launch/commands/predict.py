@@ -102,6 +102,8 @@ def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
     """What is predicted, by the run's task; UserError for options that say something of another kind."""
     name = chosen.config.task.name
     task, where = task_class(name), f'{chosen.directory.path}: its task.name = "{name}"'
+    if task.reads_images:
+        raise UserError(f"{where}: it reads images, and `lightscale predict` reads texts; use a run of texts")
     if args.embed is not None:
         kind: Kind = "embeddings"
     elif task.writes_text:

@@ -27,7 +27,7 @@ from lightscale.errors import UserError
 from lightscale.evaluation.results import as_table, newest_results
 from lightscale.files import NotRegular, open_regular, size_text
 from lightscale.launch.scheduler import JobState, job_states
-from lightscale.output.terminal import plain_console, plain_table, watch
+from lightscale.output.terminal import PlainConsole, plain_console, plain_table, watch
 from lightscale.records import Records, read_records
 from lightscale.runs.goodput import Goodput, duration, measure_goodput, record_time_s
 from lightscale.runs.jobs import JobRecord, recorded_jobs
@@ -71,6 +71,8 @@ class RunSummary:
     run: str
     """Its directory."""
     state: State
+    parent: str | None = None
+    """RUN@STEP that it branched off."""
     note: str = ""
     """Reason of its end, or its damage."""
     damage: tuple[str, ...] = ()
@@ -132,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the runs, most recently active first; with --watch until interrupted."""
     view = _View(args.directory)
     # As wide as the content and without line breaks, so that names can be copied.
-    wide = Console(highlight=False, markup=False, soft_wrap=True, width=_MOST_COLUMNS)
+    wide = PlainConsole(highlight=False, markup=False, soft_wrap=True, width=_MOST_COLUMNS)
     terminal = plain_console()
     if args.watch is None:
         _print(view.summaries(time.time()), wide, args)
@@ -165,6 +167,7 @@ def _print(summaries: Sequence[RunSummary], console: Console, args: argparse.Nam
 
 def _page(summaries: Sequence[RunSummary], args: argparse.Namespace) -> RenderableType:
     parts: list[RenderableType] = [_runs_table(summaries)]
+    parts += [Text(f"{one.run}: branch of {one.parent}") for one in summaries if one.parent is not None]
     parts += [Text(f"{one.run}: {text}") for one in summaries for text in (one.note, *one.damage) if text]
     if _is_run(args.directory) and summaries[0].evaluation:
         parts.append(as_table(list(summaries[0].evaluation.values())))
@@ -238,6 +241,7 @@ class RunReader:
         return RunSummary(
             run=str(directory.path),
             state=state,
+            parent=config.train.branch_from,
             note=status.reason if status is not None and state in ("resumable", "stopped") else "",
             damage=(*_damage(records), *self._metrics_damage, *filter(None, [directory.status_fault()])),
             step=newest.get("step", 0),

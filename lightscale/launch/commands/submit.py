@@ -10,6 +10,7 @@ from lightscale.config.files import load
 from lightscale.config.schedulers import SCHEDULERS, default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.launch.commands.anneal import add_anneal_arguments, resolve_anneal
 from lightscale.launch.commands.checks import allowed_changes, check_run, default_directory, is_finished
 from lightscale.launch.commands.logs import follow
 from lightscale.launch.scheduler import JobRequest, get_scheduler, live_jobs, unanswered_jobs
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add_overrides(parser, "override values of CONFIG; launch.key=value: settings of the job")
     add_run_option(parser, "run directory; an existing one is resumed (default: runs/NAME of CONFIG)")
+    add_anneal_arguments(parser)
     parser.add_argument(
         "--scheduler",
         default=default_scheduler(),
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the run on this machine, submit it, and print the jobs' numbers and the run directory."""
+    resolve_anneal(args)
     # Settings of jobs, not of the run: they may differ from job to job, and are no change of its configuration.
     ours = [text for text in args.overrides if text.startswith("launch.")]
     settings = load_settings(args.config, ours, {name: getattr(args, name) for name in _SETTINGS})
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     # Before anything asks the scheduler, so that it works on a machine without one.
     path = request.run.path
     if args.dry_run:
-        check_run(config, settings.nodes * settings.ranks_per_node, request.run)
+        check_run(config, settings.nodes * settings.ranks_per_node, request.run, request.allow)
         script = scheduler.script(request)
         print(_record(args, request, script=script) if args.json else script, end="\n" if args.json else "")
         return 0
@@ -125,7 +128,7 @@ def submit_run(config: RunConfig, request: JobRequest, *, scheduler: str | None 
     implementation, run = get_scheduler(scheduler), request.run
     settings, allow = request.settings, frozenset(request.allow)
     implementation.check_settings(settings)
-    check_run(config, settings.nodes * settings.ranks_per_node, run)
+    check_run(config, settings.nodes * settings.ranks_per_node, run, allow)
     script = implementation.script(request)
     implementation.require("submit")
     _refuse_live_jobs(run, scheduler or default_scheduler())

@@ -21,6 +21,7 @@ from lightscale.config.schedulers import default_scheduler
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError, counted
 from lightscale.launch.commands import by_hand
+from lightscale.launch.commands.anneal import add_anneal_arguments, resolve_anneal
 from lightscale.launch.commands.checks import (
     allowed_changes,
     check_divides,
@@ -101,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gone; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print the result of the run as JSON at the end")
+    add_anneal_arguments(parser)
     by_hand.add_node_arguments(parser)
 
 
@@ -113,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     # Counted from the start of the command, over all restarts, as the time limit of a job is.
     left_s = None if args.stop_after is None else parse_duration("--stop-after", args.stop_after)
     deadline_s = None if left_s is None else time.monotonic() + left_s
+    resolve_anneal(args)
     directory = RunDirectory(args.run or default_directory(args.config))
     environment = RankEnvironment.read(os.environ)
     # The launcher and its ranks are the same command: a process with a rank's number in its environment is a rank.
@@ -132,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _launch(args: argparse.Namespace, directory: RunDirectory, deadline_s: float | None) -> int:
     """Start the ranks, here or in a job, or those of this host; say at the end how the run ended."""
+    if args.anneal is not None:
+        print(f"branch {directory.path}: {', '.join(args.overrides)}", file=sys.stderr, flush=True)
     rendezvous = by_hand.read_rendezvous(args)
     if rendezvous is None:
         code = _launch_all(args, directory, deadline_s)
@@ -148,7 +153,7 @@ def _launch_all(args: argparse.Namespace, directory: RunDirectory, deadline_s: f
     """Check everything that can be checked without ranks, then start them."""
     config, allow = load(args.config, args.overrides), allowed_changes(args.allow_change)
     # Before the run's directory exists: a mistake leaves nothing behind. And before torch is imported, for seconds.
-    check_inputs(config, directory)
+    check_inputs(config, directory, allow)
     processes = num_processes(config, args.processes)
     allocation = _allocation(args, config, processes)
     num_nodes = 1 if allocation is None else allocation.num_nodes
@@ -281,13 +286,13 @@ def _train(
         check_interfaces(os.environ, uses_nccl=num_gpus(config) > 0)
         if alone:
             # One launcher of ours would have done it.
-            check_inputs(config, directory)
+            check_inputs(config, directory, allow)
         return config
 
     # By name, because the launcher, in the same module, needs no torch: seconds of each start.
     meeting = importlib.import_module("lightscale.launch.meeting")
-    # Before anything is written or built. The store may be in this process, and the process groups need it too.
-    config, _store = meeting.meet(environment, read_here, directory, allow)
+    # Before anything is written or built.
+    config, store = meeting.meet(environment, read_here, directory, allow)
     layout = check_divides(config, environment.world_size)
     apply_device_settings(os.environ, tensor=config.parallel.tensor)
     is_main = environment.rank == 0
@@ -298,7 +303,7 @@ def _train(
     planned = _planned_memory_bytes(config, layout) if is_main else None
     # It stands above training, which does not know it.
     evaluation = importlib.import_module(_EVALUATION).DuringTraining if config.evaluation.every_steps else None
-    _training().train(config, directory, allow, hold, planned, evaluation)
+    _training().train(config, directory, allow, hold, planned, evaluation, store)
     # The launcher takes exit code 0 of all ranks without a status for a failure.
     assert not is_main or directory.read_status() is not None, "training ended without a status"
     return 0

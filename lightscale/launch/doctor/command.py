@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from lightscale.config.arguments import add_config, add_overrides, add_run_option, path_argument
@@ -18,6 +17,7 @@ from lightscale.errors import UserError
 from lightscale.launch.commands.checks import default_directory
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.scheduler import adopt_job
+from lightscale.output.terminal import PlainConsole
 from lightscale.training.health.check_result import Outcome, where
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale doctor``."""
     parser.description = (
         "Checks this machine or, when started by torchrun, srun or mpirun, all ranks together, with measurements. "
-        "Exit code 0: no check failed (warnings are possible); 78: a check failed."
+        "With --warm, compiles the kernels of CONFIG into Triton's cache on this machine instead. "
+        "Exit code 0: no check failed (warnings are possible); 78: a check or a compilation failed."
     )
     add_config(parser, " to check for (default: RUN's)", nargs="?")
     add_overrides(parser)
@@ -51,6 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"longest wait for ranks (default: {_WAIT_S:.0f})",
     )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="compile the kernels of CONFIG into this machine's Triton cache, check nothing",
+    )
+    parser.add_argument(
+        "--arch",
+        metavar="SM",
+        help="with --warm, architecture of the GPUs, such as sm_90 (default: this machine's GPU)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -58,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
     """Examine, print on rank 0, and return the exit code, equal on all ranks."""
     if args.wait <= 0:
         raise UserError(f"--wait {args.wait:g}: must be more than 0 seconds")
+    if args.warm:
+        return _warm(args)
+    if args.arch is not None:
+        raise UserError(f"--arch {args.arch}: only --warm compiles kernels; add --warm")
     # Before any host is named: `host_name` takes the scheduler's name for it from these variables.
     adopt_job(os.environ)
     config, directory = _target(args)
@@ -73,6 +88,31 @@ def run(args: argparse.Namespace) -> int:
         _exclude(args.exclude, report)
         _print(report, as_json=args.json)
     return report.exit_code
+
+
+def _warm(args: argparse.Namespace) -> int:
+    """Fill Triton's cache, print the summary, and return the exit code."""
+    config, _ = _target(args)
+    if config is None:
+        raise UserError("--warm: no configuration; name CONFIG, or a run's directory with --run")
+    print("loading PyTorch …", file=sys.stderr, flush=True)
+    from lightscale.launch.doctor.warm import architecture, warm  # noqa: PLC0415
+
+    report = warm(config, architecture(args.arch), processes=_num_cores(), quiet=args.json)
+    if args.json:
+        print(json.dumps(report.record(), indent=2))
+        return report.exit_code
+    for kernel, error in report.failed.items():
+        print(f"{kernel}: {error}")
+    print(
+        f"{report.arch}: {report.kernels} kernels in {report.variants} variants, {report.compiled} compiled, "
+        f"{report.from_cache} from the cache, {len(report.failed)} failed, {report.seconds:.0f} s; cache {report.cache}"
+    )
+    return report.exit_code
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _target(args: argparse.Namespace) -> tuple[RunConfig | None, Path]:
@@ -106,7 +146,7 @@ def _print(report: "DoctorReport", *, as_json: bool) -> None:
         style = _STYLES[result.result]
         found = f"{who}: {result.found}" if who else result.found
         table.add_row(result.check, f"[{style}]{result.result}[/]", _plain(found), _plain(result.right))
-    console = Console(highlight=False, width=max(Console().width, 120))
+    console = PlainConsole(highlight=False, width=max(PlainConsole().width, 120))
     console.print(table)
     if report.exclude:
         console.print(f"hosts to exclude: {', '.join(report.exclude)}", markup=False)

@@ -16,6 +16,7 @@ from lightscale.launch.doctor.peers import AbsentRanks, PeerRanks, meet_peers
 from lightscale.launch.environment import RankEnvironment
 from lightscale.models.kernel_check import check_kernels
 from lightscale.models.registry import check_model
+from lightscale.runs.teacher import computed_models
 from lightscale.training.build import weight_dtype
 from lightscale.training.health.check_result import CheckResult, Outcome, merged
 from lightscale.training.health.machine import Machine, host_name
@@ -108,15 +109,18 @@ def judge_kernels(config: RunConfig, device: torch.device) -> CheckResult:
     """Compare every Triton kernel of the run with its chunked form, at the run's shapes."""
     check_model(config.model, config.parallel)
     tokens = config.data.sequence_length // config.parallel.sequence
-    found = check_kernels(
-        config.model,
-        weight_dtype(config.train, device),
-        device,
-        tokens=tokens,
-        tensor=config.parallel.tensor,
-        backend=config.train.kernels,
-    )
-    wrong = list(found)
+    wrong = [
+        one
+        for model in computed_models(config)
+        for one in check_kernels(
+            model,
+            weight_dtype(config.train, device),
+            device,
+            tokens=tokens,
+            tensor=config.parallel.tensor,
+            backend=config.train.kernels,
+        )
+    ]
     if not wrong:
         return CheckResult(check="kernels", result="ok", found="Triton's results equal those of the chunked forms")
     # "auto" computes these operators without Triton; what was asked for by name is computed, wrong as it is.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.parallel.agreement import Agreement
+from lightscale.parallel.rendezvous.rank_store import join_store, private, serve_store, serves_store
 from lightscale.training.health.machine import host_name
 
 _T = TypeVar("_T")
@@ -75,21 +76,11 @@ def meet_peers(environment: RankEnvironment, timeout_s: float) -> Iterator[PeerR
     os.environ.update(environment.variables())
     choose_interface(environment)
     wait = timedelta(seconds=timeout_s)
-    # torchrun's agent has the store that its ranks meet at; other launchers leave that to rank 0.
-    is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # Each restart by torchrun has keys of its own: the agent's store keeps those of the last one, whose hosts would
-    # count as present.
-    store = dist.PrefixStore(
-        f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-        dist.TCPStore(
-            environment.master_address,
-            environment.master_port,
-            is_master=environment.rank == 0 and not is_there,
-            # Nobody waits within the constructor, which could not say who is missing; `_await_all` can.
-            wait_for_workers=False,
-            timeout=wait,
-        ),
-    )
+    if serves_store(os.environ, environment.rank):
+        server = serve_store(environment.master_port, on_one_host=environment.is_one_host, timeout=wait)
+    else:
+        server = join_store(environment.address, environment.master_port, timeout=wait)
+    store = private(server, os.environ, "doctor")
     store.set(_key(environment.rank), host_name())
     keys = [_key(rank) for rank in range(environment.world_size)]
     if environment.rank == 0:

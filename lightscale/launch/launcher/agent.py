@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from lightscale.errors import UserError
+from lightscale.errors import UserError, remedy_of_limit, summary
 from lightscale.files import read_regular
 from lightscale.launch.launcher.failures import RankFailure
 from lightscale.launch.launcher.relay import StopRelay
@@ -110,7 +110,8 @@ def _run(order: Order, node: int, logs: Path) -> NodeReport:
         # has one kind of failure to decide about.
         failure = RankFailure(
             rank=node * order.processes,
-            summary=f"agent on {os.uname().nodename}: {type(error).__name__}: {error}",
+            summary=f"agent on {os.uname().nodename}: {summary(error)}",
+            limit=remedy_of_limit(error),
             traceback=traceback.format_exc(),
             time_s=time.time(),
             is_recorded=True,
@@ -145,7 +146,7 @@ def _read_report(path: Path, node: int) -> NodeReport:
     """A report that cannot be read is that of a failure: what happened on the node is unknown."""
     try:
         return _parse_report(read_regular(path, what="the report of a node", most_bytes=_MOST_REPORT_BYTES))
-    except (OSError, UserError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OSError, UserError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         failure = RankFailure(rank=0, summary=f"node {node}: {path} is unreadable: {error}", time_s=time.time())
         return NodeReport(failures=[failure], hang=None, beats={})
 

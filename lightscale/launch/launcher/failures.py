@@ -16,6 +16,8 @@ from lightscale.training.health.heartbeat import Beat
 _CAUSE_S = 10
 # A heartbeat until then was written before the failure was noticed.
 _LATE_S = 1.0
+# Of the limits at which the kernel sends a signal.
+_REMEDIES = {signal.SIGXCPU: "raise the limit of CPU time (`ulimit -t`)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class RankFailure:
     """Whether the rank itself recorded the time and the cause."""
     exit_code: int | None = None
     """Exit code of a UserError; None for other failures."""
+    limit: str | None = None
+    """The remedy where a limit of the operating system was met, also in `summary`; None for other failures."""
 
     @property
     def mistake_code(self) -> int | None:
@@ -56,13 +60,15 @@ def read_failure(rank: int, failure: ProcessFailure) -> RankFailure:
             killer=signal.Signals(extra["signal"]) if extra["signal"] else None,
             is_recorded=True,
             exit_code=extra["exit_code"],
+            limit=extra["limit"],
         )
     if failure.exitcode < 0:
         killer = signal.Signals(-failure.exitcode)
+        limit = _REMEDIES.get(killer)
         # The kernel's out-of-memory killer sends SIGKILL, and leaves no trace in the output of the rank.
-        hint = "; the machine may be out of memory" if killer is signal.SIGKILL else ""
-        summary = f"killed by {killer.name}{hint}"
-        return RankFailure(rank=rank, summary=summary, time_s=failure.timestamp, killer=killer)
+        hint = limit or ("the machine may be out of memory" if killer is signal.SIGKILL else None)
+        summary = f"killed by {killer.name}" if hint is None else f"killed by {killer.name}; {hint}"
+        return RankFailure(rank=rank, summary=summary, time_s=failure.timestamp, killer=killer, limit=limit)
     return RankFailure(rank=rank, summary=f"exit code {failure.exitcode}", time_s=failure.timestamp)
 
 
@@ -83,6 +89,15 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
         return (0 if silent else 1), one.time_s
 
     return min(failures, key=order)
+
+
+def out_of_memory(failure: RankFailure) -> RankFailure:
+    """`failure`, after the kernel has killed processes for want of memory: a rank without a record was one of them."""
+    if failure.killer is not signal.SIGKILL:
+        return failure
+    remedy = "raise the memory of the job or container, or use smaller batches or fewer ranks per host"
+    summary = f"killed by SIGKILL, by the kernel for want of memory; {remedy}"
+    return replace(failure, summary=summary, limit=remedy)
 
 
 def located(failure: RankFailure, beats: Mapping[int, Beat]) -> RankFailure:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from lightscale.errors import UserError
+from lightscale.errors import UserError, remedy_of_limit, summary
 from lightscale.output.streams import take_over_output
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, read_heartbeats
 from lightscale.training.signals import STOP_SIGNALS, die_with_parent
@@ -67,14 +67,10 @@ def run_rank(work: Callable[[], int]) -> int:
             message += _what_peers_do()
         # With our launcher the traceback is in the record, and shown once. With torchrun or srun nobody else would show
         # it.
-        if not _record(message, py_callstack=traceback.format_exc(), exit_code=exit_code) or launcher is None:
+        stack, limit = traceback.format_exc(), remedy_of_limit(error)
+        if not _record(message, py_callstack=stack, exit_code=exit_code, limit=limit) or launcher is None:
             raise
         return EXIT_CRASHED if exit_code is None else exit_code
-
-
-def summary(error: Exception) -> str:
-    """Summary of an error in one message."""
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def summary_and_notes(error: Exception) -> str:
@@ -139,7 +135,14 @@ def _end(signum: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signum)
 
 
-def _record(summary: str, *, py_callstack: str = "", exit_code: int | None = None, signal: int | None = None) -> bool:
+def _record(
+    text: str,
+    *,
+    py_callstack: str = "",
+    exit_code: int | None = None,
+    signal: int | None = None,
+    limit: str | None = None,
+) -> bool:
     """Write what ends this rank where the agent looks for it, in torchrun's form with more fields; if it could."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
@@ -152,11 +155,12 @@ def _record(summary: str, *, py_callstack: str = "", exit_code: int | None = Non
         "time_s": now,
         "exit_code": exit_code,
         "signal": signal,
+        "limit": limit,
     }
     draft = Path(f"{path}.tmp")
     try:
         # At once: the agent, which reads it when this process is gone, fails over half a record.
-        draft.write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}), "utf-8")
+        draft.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), "utf-8")
         draft.rename(path)
     except OSError:
         return False

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from lightscale.errors import UserError
+from lightscale.parallel.rendezvous.sockets import listen
 
 # Of one attempt to connect.
 _ATTEMPT_S = 1.0
@@ -62,13 +63,6 @@ class Rendezvous:
                     ) from None
 
 
-def is_free(port: int) -> bool:
-    """Whether a process of this host can listen on `port`."""
-    with contextlib.suppress(OSError), _server(port):
-        return True
-    return False
-
-
 def in_use(port: int, place: str, why: str = "") -> str:
     """Message that rank 0, at `place`, cannot use `port` of this host."""
     return (
@@ -90,17 +84,11 @@ def foreign_address() -> str:
     return f"set MASTER_ADDR (--master-addr) to {socket.gethostname()}, the host of rank 0, or open the network there"
 
 
-def _server(port: int) -> socket.socket:
-    # As torch binds: to all addresses, of both kinds where there are two.
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=family == socket.AF_INET6)
-
-
 def _listen(port: int, place: str) -> socket.socket:
     last = time.monotonic() + RELEASE_S
     while True:
         try:
-            return _server(port)
+            return listen(port, on_one_host=False)
         except OSError as error:
             if isinstance(error, PermissionError) or time.monotonic() > last:
                 raise CannotStart(in_use(port, place)) from None

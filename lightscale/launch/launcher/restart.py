@@ -2,8 +2,9 @@
 
 One failure cannot show whether a machine or the program is at fault. So any failure of a rank (a crash, a kill, a hang)
 causes a new start from the newest intact checkpoint, with a new agent and a new rendezvous. After `restart.max_cycles`
-consecutive starts without a new checkpoint, or two that end alike before their first step, the launcher gives up. A
-mistake of the user is not retried, and a stop signal or the deadline ends the run.
+consecutive starts without a new checkpoint, or two that end alike before their first step or at a limit of the
+operating system, the launcher gives up. A mistake of the user is not retried, and a stop signal or the deadline ends
+the run.
 
 Exit codes of `lightscale train`, for people and job scripts:
 
@@ -12,7 +13,7 @@ Exit codes of `lightscale train`, for people and job scripts:
     1   resumable   a rank failed, with --no-restart or --nodes: start again while the run makes progress
         70  stopped     given up: the ranks failed repeatedly without a new checkpoint
         74  stopped     there are checkpoints, but none is intact; or all checkpoints are gone
-        78  stopped     a mistake of the user, or another fault that needs attention
+        78  stopped     a mistake of the user, a limit of the operating system, or another fault that needs attention
 
 The second word is the status in status.json.
 """
@@ -169,7 +170,9 @@ def run_ranks(
             fruitless = 0 if reached > newest else fruitless + 1
             newest = max(newest, reached)
             before, wall = wall, _wall(failure, launch)
-            if fruitless >= policy.config.max_cycles or (wall is not None and wall == before):
+            # A limit may also be met after steps: where they led to a checkpoint, the next start is no repetition.
+            is_again = fruitless > 0 and wall is not None and wall == before
+            if fruitless >= policy.config.max_cycles or is_again:
                 return _give_up(run, failure, fruitless)
             again = functools.partial(
                 run.event, "restart", reason=_reason(failure), checkpoint=reached, fruitless_starts=fruitless
@@ -236,14 +239,18 @@ def _give_up(run: RunDirectory, failure: RankFailure, starts: int) -> int:
     _write_status(run, "stopped", reason)
     run.event("given_up", reason=reason)
     print(reason, file=sys.stderr)
-    return EXIT_GIVEN_UP
+    return EXIT_GIVEN_UP if failure.limit is None else UserError.EXIT_CODE
 
 
 def _wall(failure: RankFailure, launch: Launch) -> str | None:
-    """What a start met before its first step, alike each time but for numbers; None: the next start may not meet it.
+    """What a start met, alike each time but for numbers; None: the next start may not meet it.
 
-    Signals that people, schedulers and the kernel send come at any time, and ranks that did not come may come.
+    That is a limit, or whatever it met before its first step. Signals that people, schedulers and the kernel send come
+    at any time, and ranks that did not come may come.
     """
+    if failure.limit is not None:
+        # Which rank meets it first, and where, differs from start to start.
+        return failure.limit
     if failure.killer in _FROM_OUTSIDE or failure.exit_code == os.EX_TEMPFAIL:
         return None
     if any(beat.doing != STARTING for beat in launch.beats.values()):
@@ -279,7 +286,9 @@ def _reason(failure: RankFailure) -> str:
 def print_failure(failure: RankFailure, logs: Path) -> None:
     """Print the rank's traceback, if any, and one line about the failure."""
     if failure.traceback is not None:
-        print(failure.traceback, file=sys.stderr, end="")
+        # Not to blame for a limit is the place in the program where it was met; the log of the rank has it.
+        if failure.limit is None:
+            print(failure.traceback, file=sys.stderr, end="")
     elif failure.rank != 0:
         # Rank 0's output was shown as it came.
         text = (logs / f"rank-{failure.rank}.err").read_text(encoding="utf-8", errors="replace")

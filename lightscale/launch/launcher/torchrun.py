@@ -7,15 +7,15 @@ The elastic agent runs in this process: the launcher for a run on one machine, o
   signal too. Here the first stop signal goes once to each rank, not to its children, and the agent waits for the
   ranks to end. That needs no shutdown timeout, which torch has only from 2.12 on;
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set for the cases in which torch itself ends the ranks.
-- Rendezvous. The ranks get their own store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): the shared one keeps the
-  addresses of dead ranks, and restarts fail. The agents of several nodes meet at a given address in a given order
-  (static rendezvous), so that ranks keep their places; each start has its own agents and store. When a user starts
-  every host, agents are not connected, and the ranks themselves meet at the given address: torch's own meeting
-  waits for a name without address, and prints a stack for a port in use.
+- Rendezvous (`agents.py`). The agent of one node has a store in its memory, and the ranks serve their own. The agents
+  of several nodes meet at a given address in a given order, so that ranks keep their places; each start has its own
+  agents and store. When a user starts every host, agents are not connected, and the ranks themselves meet at the given
+  address: torch's own meeting waits for a name without address, and prints a stack for a port in use.
 - Output. All ranks write to files under the run's logs/; rank 0's output is shown. After a failure the traceback
   of the first failed rank is printed, not those of the ranks that lost their peer.
 
-Users of torchrun (`torchrun … -m lightscale train CONFIG`) should set both variables too, and add
+Users of torchrun (`torchrun … -m lightscale train CONFIG`) should set TORCH_ELASTIC_SHUTDOWN_TIMEOUT and
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (the shared store keeps the addresses of dead ranks, and restarts fail), and add
 `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`.
 """
 
@@ -26,25 +26,27 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lightscale.launch.launcher.failures import RankFailure, first_failure, located, read_failure
+from lightscale.launch.launcher.agents import BACKEND
+from lightscale.launch.launcher.failures import RankFailure, first_failure, located, out_of_memory, read_failure
 from lightscale.launch.launcher.fork import Program, forked_ranks
 from lightscale.launch.launcher.rank import ERROR_FILE_VARIABLE, LAUNCHER_VARIABLE, LOGS_VARIABLE
 from lightscale.launch.launcher.rendezvous import Rendezvous
 from lightscale.launch.launcher.watchdog import Hang, Watchdog
 from lightscale.output.progress import TERMINAL_VARIABLE
+from lightscale.output.streams import obeyed
 from lightscale.parallel.device_settings import device_settings
+from lightscale.training.health.control_group import memory_kills
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Beat, read_heartbeats, shared_heartbeats
+from lightscale.training.health.limits import THREADS_VARIABLE, computing_threads
 from lightscale.training.signals import DEADLINE_VARIABLE
 
 # Longer than the save of a large model. torch before 2.12 does not read it and takes 30.
@@ -140,7 +142,10 @@ def run_node(
         _agent_log(logs / f"launcher{name}.log"),
         Watchdog(heartbeats, logs=logs, ranks=ranks, hang_timeout_s=hang_timeout_s, patience_s=patience_s) as watchdog,
     ):
+        kills = memory_kills()
         failures = _launch(command, processes, logs, rendezvous)
+        if memory_kills() != kills:
+            failures = [out_of_memory(failure) for failure in failures]
         beats = read_heartbeats(heartbeats)
     for failure in failures:
         # Ranks do not print their traceback, as only the first may be shown; this is where the others can be read.
@@ -149,7 +154,7 @@ def run_node(
                 file.write(failure.traceback)
     if sys.stderr.isatty():
         # A rank that was killed while it drew its line has not given the cursor back.
-        print("\x1b[?25h", end="\n" if failures else "", file=sys.stderr)
+        print("\x1b[?25h", end="\n" if failures else "", file=obeyed(sys.stderr))
     return NodeReport(failures=failures, hang=watchdog.hang, beats=beats)
 
 
@@ -178,27 +183,18 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Else what rank 0 says waits for 8 kB where stdout is a file or a pipe.
         sys.stdout.reconfigure(line_buffering=True)
-    meeting: dict[str, Any]
     first = 0 if rendezvous is None else rendezvous.node * processes
     agents_meet = rendezvous is not None and rendezvous.of_agents
-    if rendezvous is None or not agents_meet:
-        # An address: the name of this machine may not resolve, or resolve to an address behind a VPN; and there may be
-        # no /etc/hosts that knows localhost.
-        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-        num_nodes, run_id = 1, uuid.uuid4().hex
-    else:
-        meeting = {
-            "rdzv_backend": "static",
-            "rdzv_endpoint": f"{rendezvous.address}:{rendezvous.port}",
-            "rdzv_configs": {"rank": rendezvous.node, "timeout": _RENDEZVOUS_TIMEOUT_S},
-        }
-        # The same on all nodes, and another one for each start: agents of an earlier start cannot join.
-        num_nodes, run_id = rendezvous.num_nodes, str(logs)
+    # Agents of hosts that a user started are not connected: only their ranks meet.
+    endpoint, node, num_nodes = "", 0, 1
+    if rendezvous is not None and agents_meet:
+        endpoint, node, num_nodes = rendezvous.place, rendezvous.node, rendezvous.num_nodes
     config = LaunchConfig(
         min_nodes=num_nodes,
         max_nodes=num_nodes,
         nproc_per_node=processes,
-        run_id=run_id,
+        # The same on all nodes, and another one for each start: agents of an earlier start cannot join.
+        run_id=str(logs),
         # The prefix of the lines shown; an empty role makes an empty one.
         role="",
         log_line_prefix_template="${role_name}",
@@ -210,7 +206,9 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
         logs_specs=_RankLogs(logs, None if agents_meet else rendezvous),
         # Not the stop signals: those are the relay's.
         signals_to_handle="SIGQUIT",
-        **meeting,
+        rdzv_backend=BACKEND,
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"node": node, "timeout": _RENDEZVOUS_TIMEOUT_S},
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
@@ -228,17 +226,15 @@ def _launch(command: Sequence[str], processes: int, logs: Path, rendezvous: Rend
 
 def _rank_variables(processes: int) -> dict[str, str]:
     """What the ranks find in their environment beside torchrun's variables; the user's own settings stay."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         # Equal shares of the cores: if every rank used all of them, the ranks' threads would displace one another.
-        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        THREADS_VARIABLE: str(computing_threads(processes)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_TIMEOUT_S),
         # Here too: ranks that are forks have imported torch before they begin.
         **device_settings(os.environ),
     }
     variables = {
         LAUNCHER_VARIABLE: str(os.getpid()),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # Otherwise folders of the current directory could be imported in place of packages.
         "PYTHONSAFEPATH": "1",
         # What a rank printed last must be in its file when it is killed.

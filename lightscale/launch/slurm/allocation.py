@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from lightscale.launch.launcher.failures import RankFailure
 from lightscale.launch.launcher.restart import NodesLost
 from lightscale.launch.launcher.torchrun import AGENT_LOGS, Launch, conclude
 from lightscale.launch.slurm.client import Node, nodes_of, require
+from lightscale.parallel.rendezvous.sockets import KEY_VARIABLE
 
 # Of a shell that reports the death of a child by a signal.
 _SIGNALLED = 128
@@ -101,9 +103,7 @@ class Allocation:
             num_nodes=len(nodes),
             node_variable="SLURM_NODEID",
         )
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_BATCH}
-        # As for the ranks: folders of the current directory must not be imported as packages.
-        environment["PYTHONSAFEPATH"] = "1"
+        environment = step_environment(os.environ)
         # A session of its own: by that the relay tells it from other children. A Ctrl-C in a terminal then reaches it
         # only through the relay.
         refused_s = time.monotonic() + _REFUSED_S
@@ -162,6 +162,13 @@ class Allocation:
         return replace(
             launch, failure=replace(launch.failure, summary=f"{launch.failure.summary}; no report from {names}")
         )
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of agents and ranks, with a key of their rendezvous that no other step has."""
+    kept = {name: value for name, value in environ.items() if name not in _OF_THE_BATCH}
+    # As for the ranks: folders of the current directory must not be imported as packages.
+    return kept | {"PYTHONSAFEPATH": "1", KEY_VARIABLE: environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
 
 
 def _srun(nodes: Sequence[Node], order: Order) -> list[str]:

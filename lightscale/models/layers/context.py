@@ -1,14 +1,27 @@
 """Facts about the tokens of a pass that a layer needs beside their activations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lightscale.config.model import GridConfig
 from lightscale.kernels.attention import DocumentAttention, DocumentStarts, leading_tokens, read_starts, to_device
-from lightscale.parallel.sequence import Replay, Scan, StateExchange, begin, begin_gather, begin_tail
+from lightscale.kernels.common.angles import Phases
+from lightscale.kernels.common.captures import CannotCapture
+from lightscale.models.layers.grid import coordinates
+from lightscale.parallel.sequence import (
+    AttentionExchange,
+    Replay,
+    Scan,
+    SplitAttention,
+    StateExchange,
+    begin,
+    begin_gather,
+    begin_tail,
+)
 
 MixerState = dict[str, Tensor]
 """The tensors that a mixer keeps from one call to the next, by name; each has the batch as its first dim."""
@@ -28,10 +41,13 @@ class SequenceContext:
         document starts inside a row, so that kernels do no work for boundaries.
     continues: (b,) bool, whether a row's first token continues a document of the sequence rank before.
     starts: where documents start, on the host; None: not read yet.
+    documents_stay: whether they must not be read on the host either, because a CUDA graph is captured.
     exchange: the ranks that hold the other segments of these rows; None when every row is whole.
+    across: how queries and keys of softmax attention meet over the ranks of ``exchange``.
     replay: where the layers that are recomputed keep their incoming states; None when none is.
     lengths: n of every sequence rank where they differ; None when they are equal.
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
+    grid: of documents; None: they are rows of tokens.
     shared: results of the model's parts for all layers (``StagePart.forward``), by the name of the part.
     """
 
@@ -40,11 +56,16 @@ class SequenceContext:
     continues: Tensor
     starts: DocumentStarts | None = None
     exchange: StateExchange | None = None
+    across: AttentionExchange | None = None
     replay: Replay | None = None
     lengths: Sequence[int] | None = None
     states: dict[str, MixerState] | None = None
+    grid: GridConfig | None = None
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    documents_stay: bool = False
     _attentions: dict[tuple[bool, int | None, float | None], DocumentAttention] = field(default_factory=dict)
+    _splits: dict[DocumentAttention, SplitAttention] = field(default_factory=dict)
+    _phases: dict[Hashable, Phases] = field(default_factory=dict)
 
     def attention_of(self, *, causal: bool, window: int | None = None, cap: float | None = None) -> DocumentAttention:
         """``attention`` or ``attention_both_ways`` with a window and capped scores; one for all layers of a kind."""
@@ -53,6 +74,24 @@ class SequenceContext:
             whole = self.attention if causal else self.attention_both_ways
             self._attentions[key] = whole if key[1:] == (None, None) else replace(whole, window=window, cap=cap)
         return self._attentions[key]
+
+    def begin_attention(self, attention: DocumentAttention, k: Tensor, v: Tensor, sinks: Tensor | None) -> Finish:
+        """Start attention across the sequence ranks; see ``parallel.sequence.AttentionExchange.begin``.
+
+        ``attention`` is what ``attention_of`` gives.
+        """
+        assert self.exchange is not None, "rows are whole here"
+        assert self.across is not None, "ranks were not told how queries and keys meet"
+        if attention not in self._splits:
+            self._splits[attention] = SplitAttention(attention, self.positions, self._rank_lengths, self.exchange)
+        return self.across.begin(k, v, self._splits[attention], sinks)
+
+    def phases_of(self, key: Hashable, make: Callable[[Tensor], Phases]) -> Phases:
+        """``make(positions)``, computed once for all layers that give the same ``key``; without a gradient."""
+        if key not in self._phases:
+            with torch.no_grad():
+                self._phases[key] = make(self.positions)
+        return self._phases[key]
 
     def begin(self, scan: Callable[..., Scan], *written: Tensor | None, layer: str | None) -> Callable[..., Tensor]:
         """Start passing states along the sequence ranks; see ``parallel.sequence.begin``.
@@ -67,16 +106,34 @@ class SequenceContext:
     def begin_tail(self, own: Tensor, size: int, *, layer: str) -> Callable[[], Tensor]:
         """Start fetching the ``size`` tokens before this rank's; see ``parallel.sequence.begin_tail``."""
         assert self.exchange is not None, "rows are whole here"
-        lengths = [self.positions.size(1)] * self.exchange.size if self.lengths is None else self.lengths
-        return begin_tail(own, self.exchange, lengths, size, name=layer, replay=self._replay_of(layer))
+        return begin_tail(own, self.exchange, self._rank_lengths, size, name=layer, replay=self._replay_of(layer))
+
+    @property
+    def _rank_lengths(self) -> tuple[int, ...]:
+        """n of every sequence rank."""
+        assert self.exchange is not None, "rows are whole here"
+        return (self.positions.size(1),) * self.exchange.size if self.lengths is None else tuple(self.lengths)
 
     def _replay_of(self, layer: str | None) -> Replay | None:
         return self.replay if self.replay is not None and layer in self.replay.layers else None
 
     @cached_property
+    def coordinates(self) -> Tensor:
+        """(b, n, axes) int64 in grids of several axes; otherwise ``positions``, the coordinates along the only axis."""
+        grid = self.grid
+        return self.positions if grid is None or grid.axes == 1 else coordinates(self.positions, grid)
+
+    @cached_property
     def positions_on_host(self) -> Tensor:
-        """``positions``, for which the host waits on a GPU, once for all layers."""
-        return self.positions.cpu()
+        """``positions``; without ``starts`` the host waits for them on a GPU, once for all layers."""
+        if self.documents_stay:
+            raise CannotCapture("a layer reads the positions of documents on the host")
+        if self.starts is None or self.positions.device.type == "cpu":
+            return self.positions.cpu()
+        slots, first = self.starts.slots, self.starts.positions
+        tokens = torch.arange(self.positions.numel())
+        document = torch.searchsorted(slots, tokens, right=True) - 1
+        return (tokens - slots[document] + first[document]).view(self.positions.shape)
 
     @cached_property
     def attention(self) -> DocumentAttention:
@@ -100,7 +157,7 @@ class SequenceContext:
         elif self.exchange is not None:
             leading = leading_tokens(starts, b, n)
             wait = begin_gather(to_device(leading, device)[:, None], self.exchange)
-            lengths = [n] * self.exchange.size if self.lengths is None else self.lengths
+            lengths = self._rank_lengths
             goes_on = torch.ones(b, dtype=torch.bool)
             behind = range(self.exchange.rank + 1, self.exchange.size)
             gathered = wait().cpu()
@@ -128,8 +185,10 @@ class SequenceContext:
         before = 0
         if self.exchange is not None:
             own = self.exchange.rank
-            before = own * n if self.lengths is None else sum(self.lengths[:own])
+            before = sum(self._rank_lengths[:own])
         starts = self.starts
+        if starts is None and self.documents_stay:
+            raise CannotCapture("a layer reads the starts of documents on the host")
         if starts is None:
             starts = read_starts(self.positions) if n else DocumentStarts(*torch.empty(2, 0, dtype=torch.int64))
         return starts, b, n, before, self.positions.device
@@ -140,20 +199,24 @@ class SequenceContext:
         *,
         starts: DocumentStarts | None = None,
         exchange: StateExchange | None = None,
+        across: AttentionExchange | None = None,
         replay: Replay | None = None,
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
+        grid: GridConfig | None = None,
         shared: Mapping[str, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> "SequenceContext":
         """The context of rows with these ``positions`` (b, n).
 
-        ``starts``: of their documents, if they are on the host; None: they are read from ``positions``.
+        ``starts``: of their documents, if they are on the host; None: they are read from ``positions``, unless
+        ``cu_seqlens`` is given: then documents stay on the device.
         """
         b, n = positions.shape
         # One token to a row has no start inside it: generation on a GPU does not wait for the answer.
-        if starts is None and n > 1:
+        documents_stay = cu_seqlens is not None
+        if starts is None and n > 1 and not documents_stay:
             starts = read_starts(positions)
-        cu_seqlens = None
         if starts is not None and len(starts.slots) > b:
             cu_seqlens = to_device(torch.cat([starts.slots, starts.slots.new_tensor([b * n])]), positions.device)
         # An empty segment begins no document: what came in goes on to the next rank unchanged.
@@ -164,8 +227,11 @@ class SequenceContext:
             continues=continues,
             starts=starts,
             exchange=exchange,
+            across=across,
             replay=replay,
             lengths=lengths,
             states=states,
+            grid=grid,
             shared=shared or {},
+            documents_stay=documents_stay,
         )

@@ -6,6 +6,8 @@ The rank with the last token of a document predicts its label. Earlier sequence 
 the sum of their states, d numbers per row, in one exchange each way.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -109,11 +111,11 @@ def _incoming(leaving: Tensor, context: SequenceContext) -> Tensor:
 
 
 def label_losses(
-    logits: Tensor, last: Tensor, labels: Tensor, loss_mask: Tensor | None, *, with_correct: bool
+    logits: Tensor, last: Tensor, labels: Tensor, loss_mask: Tensor | None, *, top: Sequence[int] = ()
 ) -> Tensor:
     """Of each token, (b, n): the loss of its document at the document's last token, times the mask, and 0 elsewhere.
 
-    With ``with_correct`` (2, b, n): the losses, and 1 where the mask and the most probable label is right.
+    With ``top`` (1 + k, b, n): the losses, and the mask where the label is among the so many most probable ones.
 
     Args:
         logits, last: as ``LabelHead`` gives them.
@@ -122,8 +124,9 @@ def label_losses(
     wanted = labels.flatten()[last]
     counted = logits.new_ones(len(last)) if loss_mask is None else loss_mask.flatten()[last].to(logits.dtype)
     found = [F.cross_entropy(logits, wanted, reduction="none") * counted]
-    if with_correct:
-        found.append((logits.argmax(-1) == wanted) * counted)
+    for number in top:
+        best = logits.topk(min(number, logits.size(-1)), dim=-1).indices
+        found.append((best == wanted[:, None]).any(-1) * counted)
     rows = logits.new_zeros(len(found), labels.numel())
     rows = rows.index_copy(1, last, torch.stack(found)).view(len(found), *labels.shape)
-    return rows if with_correct else rows[0]
+    return rows if top else rows[0]

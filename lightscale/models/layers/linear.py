@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightscale.kernels.cross_entropy.divergence import SoftTargets
 from lightscale.kernels.glu import glu
-from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
+from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_divergence
 from lightscale.parallel.initialization import normal, set_initializer, zeros
 from lightscale.parallel.megatron import (
     MLP,
@@ -175,18 +176,25 @@ class OutputLayer(ColumnParallelLinear):
         *,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        targets: SoftTargets | None = None,
         vocab_size: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden: (n / tensor, b, d) -> logits (n, b, V / tensor), or with labels (n, b) their losses (n, b).
 
         loss_mask: (n, b), factor of each loss; None for 1.
+        targets: of another model, (n / tensor, b, d') and (V / tensor, d'): losses are the divergence from them.
         """
         if labels is None:
             logits, bias = super().forward(hidden, weight=weight)
             return soft_capped(logits, self.cap), bias
         # The embedding's weight where tied and one stage holds both ends of the model, else this layer's.
         rows = self.weight if weight is None else weight
-        losses = vocab_parallel_linear_cross_entropy(
-            hidden, rows, labels, vocab_size=vocab_size, group=self.tp_group, loss_mask=loss_mask, cap=self.cap
-        )
-        return losses, None
+        how: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "group": self.tp_group,
+            "loss_mask": loss_mask,
+            "cap": self.cap,
+        }
+        if targets is not None:
+            return vocab_parallel_linear_divergence(hidden, rows, labels, targets, **how), None
+        return vocab_parallel_linear_cross_entropy(hidden, rows, labels, **how), None

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.common.angles import Angles, Phases, phases_of
+from lightscale.kernels.common.angles import Angles, Phases, axis_angles, phases_of
 from lightscale.models.specs.options import RopeScalingOptions
 from lightscale.parallel.initialization import set_initializer
 from lightscale.parallel.megatron import (
@@ -19,12 +19,15 @@ from lightscale.parallel.megatron import (
 )
 
 
-def lrpe_angles(num_heads: int, head_dim: int) -> Tensor:
-    """(h, k) fp64: 10000^(-2j/d) with j counted over heads and channels, d = h k."""
+def lrpe_angles(num_heads: int, head_dim: int, axes: int = 1) -> Tensor:
+    """(h, k) fp64: 10000^(-2j/d) with j counted over heads and channels, d = h k; for each axis anew, d = h k / axes.
+
+    LightNet's equation 14 counts j over all axes. Taken literally, channels of later axes would hardly turn.
+    """
     # Over all heads, as TransNormerLLM counts: heads differ in their wavelengths. cosFormer2 counts within a head.
-    width = num_heads * head_dim
+    width = num_heads * head_dim // axes
     j = torch.arange(width, dtype=torch.float64)
-    return torch.pow(10000.0, -2 * j / width).view(num_heads, head_dim)
+    return torch.pow(10000.0, -2 * j / width).view(num_heads, -1).repeat(1, axes)
 
 
 class LRPE(MegatronModule):
@@ -48,8 +51,8 @@ class LRPE(MegatronModule):
         set_initializer(self.theta, lambda weight, generator: weight.copy_(angles))
 
     def forward(self, positions: Tensor) -> Angles:
-        """positions: (b, n) int64 -> the angles of this rank's heads, which the operator applies."""
-        return Angles(self.theta, positions)
+        """positions: (b, n), or (b, n, axes), int64 -> the angles of this rank's heads, which the operator applies."""
+        return axis_angles(self.theta, positions)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -106,7 +109,7 @@ def rotary_factor(scaling: RopeScalingOptions | None) -> float:
 
 
 class RotaryPositions(nn.Module):
-    """Phases of rotary positions.
+    """Phases of rotary positions, computed once in a pass for all layers with the same ``key``.
 
     Args:
         config: Megatron's.
@@ -128,6 +131,8 @@ class RotaryPositions(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        self.key = width, base, None if scaling is None else scaling.model_dump_json()
+        self.dtype = config.params_dtype
         self.factor = rotary_factor(scaling)
         # Kept on the device: a copy in each pass would make the host wait.
         wide = torch.promote_types(config.params_dtype, torch.float32)
@@ -135,16 +140,21 @@ class RotaryPositions(nn.Module):
         self.register_buffer("theta", theta, persistent=False)
 
     def forward(self, positions: Tensor) -> Phases:
-        """positions: (b, n) -> what ``rope`` takes, (b, n, 1, width / 2) each."""
+        """positions: (b, n) -> what ``rope`` takes."""
         cos, sin = phases_of(Angles(self.theta, positions), self.theta.dtype)
-        return (cos, sin) if self.factor == 1 else (self.factor * cos, self.factor * sin)
+        return rope_phases((cos, sin) if self.factor == 1 else (self.factor * cos, self.factor * sin), self.dtype)
+
+
+def rope_phases(phases: Phases, dtype: torch.dtype) -> Phases:
+    """What ``rope`` takes of phases (b, n, 1, r/2) for activations of ``dtype``: [cos, cos] (b, n, 1, r) and sin."""
+    # Rounded only here. A bf16 angle of a thousand radians would be off by up to two, its cosine is off by 1/512.
+    cos, sin = (phase.to(dtype) for phase in phases)
+    return torch.cat([cos, cos], dim=-1), sin
 
 
 def rope(x: Tensor, phases: Phases) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + r/2}) of the first r channels of x (b, n, h, k) by phases (b, n, 1, r/2)."""
-    # Rounded only here. A bf16 angle of a thousand radians would be off by up to two, its cosine is off by 1/512.
-    cos, sin = (phase.to(x.dtype) for phase in phases)
-    rotated: Tensor = _Rotation.apply(x, cos, sin)
+    """Rotate the pairs (x_i, x_{i + r/2}) of the first r channels of x (b, n, h, k) by ``rope_phases`` of its dtype."""
+    rotated: Tensor = _Rotation.apply(x, *phases)
     return rotated
 
 
@@ -154,22 +164,24 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+        return _rotate(grad, cos, sin, -1), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """By the phases' angles times ``direction``, 1 or -1."""
     rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    width = 2 * cos.size(-1)
-    rotated[..., width:] = x[..., width:]
+    width = cos.size(-1)
+    if width < x.size(-1):
+        rotated[..., width:] = x[..., width:]
     x, into = x[..., :width], rotated[..., :width]
-    torch.mul(x, torch.cat([cos, cos], dim=-1), out=into)
+    torch.mul(x, cos, out=into)
     (first, second), (of_first, of_second) = x.chunk(2, dim=-1), into.chunk(2, dim=-1)
-    of_first.addcmul_(second, sin, value=-1)
-    of_second.addcmul_(first, sin)
+    of_first.addcmul_(second, sin, value=-direction)
+    of_second.addcmul_(first, sin, value=direction)
     return rotated

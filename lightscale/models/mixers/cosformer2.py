@@ -9,13 +9,12 @@ adds a Toeplitz positional encoding after the embedding.
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
 from lightscale.models.layers.context import SequenceContext
-from lightscale.models.layers.positions import LRPE
+from lightscale.models.layers.positions import LRPE, lrpe_angles
 from lightscale.models.mixers.interface import GatedMixer
 from lightscale.models.mixers.linear_attention import begin_attention
 from lightscale.parallel.megatron import TransformerConfig
@@ -28,15 +27,14 @@ class CosFormer2(GatedMixer):
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
-        i = torch.arange(model.head_dim, dtype=torch.float64)
         # Equal in all heads at first; each learns its own from there.
-        angles = torch.pow(10000.0, -2 * i / model.head_dim).expand(model.num_heads, -1)
+        angles = lrpe_angles(1, model.head_dim, model.axes).expand(model.num_heads, -1)
         self.lrpe = LRPE(config, angles, self.group)
 
     def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
         k, v = self._heads(self.kv_proj, x, 2)
-        angles = self.lrpe(context.positions)
+        angles = self.lrpe(context.coordinates)
         # Without decay and denominator the outputs grow with the position; the norm behind takes that out (TransNormer,
         # arXiv 2210.10340). The state grows too, which is one reason to keep it in fp32.
         finish = begin_attention(F.silu(k), v, None, angles=angles, context=context, state_name=self.state_name)

@@ -31,12 +31,12 @@ from lightscale.kernels.common.angles import Angles, phases_of
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel
-from lightscale.models.layers.positions import LRPE, lrpe_angles, rope, rotary_angles
+from lightscale.models.layers.positions import LRPE, lrpe_angles, rope, rope_phases, rotary_angles
 from lightscale.models.layers.short_convolution import ConvolutionTail, ShortConvolution
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.mixers.linear_attention import begin_attention
 from lightscale.models.mixers.lion import kept_features, retnet_log_decays
-from lightscale.models.specs.decay_attention import decay_attention_options, key_and_value_width
+from lightscale.models.specs.decay_attention import decay_attention_options, key_and_value_width, key_groups
 from lightscale.models.specs.gated import gate_rank
 from lightscale.parallel.initialization import set_initializer
 from lightscale.parallel.megatron import TransformerConfig
@@ -73,7 +73,7 @@ class DecayAttention(Mixer):
         wide = torch.promote_types(config.params_dtype, torch.float32)
         device = self.kv_proj.weight.device
         if self.own.positions == "lrpe":
-            self.lrpe = LRPE(config, lrpe_angles(model.num_heads, model.head_dim), group)
+            self.lrpe = LRPE(config, lrpe_angles(model.num_heads, model.head_dim, model.axes), group)
         elif self.own.positions == "rope":
             self.register_buffer("theta", rotary_angles(model.head_dim)[None].to(device, wide), persistent=False)
         if self.own.decay == "fixed":
@@ -108,7 +108,9 @@ class DecayAttention(Mixer):
 
     def _mix_convolved(self, x: Tensor, context: SequenceContext) -> Tensor:
         kv, q = self.kv_proj(x)[0], self.q_proj(x)[0]
-        state = self.num_heads, *key_and_value_width(self.model, self.layer)
+        heads = key_groups(self.model, self.layer)
+        key, value = key_and_value_width(self.model, self.layer)
+        state = self.num_heads * heads, key // heads, value
         # The last tokens travel while the gate is computed.
         tail = ConvolutionTail((kv, q), self.own.short_convolution, context, self.state_name, state)
         gate = self._gate(x)
@@ -130,7 +132,7 @@ class DecayAttention(Mixer):
         if self.own.scale:
             # The state's last column is the sum of the keys: what multiplies a query to the sum of its scores.
             v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], dim=-1)
-        angles = self.lrpe(context.positions) if self.own.positions == "lrpe" else None
+        angles = self.lrpe(context.coordinates) if self.own.positions == "lrpe" else None
         return begin_attention(k, v, log_decay, angles=angles, context=context, state_name=self.state_name)
 
     def _queries(self, q: Tensor, context: SequenceContext) -> Tensor:
@@ -146,7 +148,7 @@ class DecayAttention(Mixer):
     def _turned(self, x: Tensor, context: SequenceContext) -> Tensor:
         if self.own.positions != "rope":
             return x
-        return rope(x, phases_of(Angles(self.theta, context.positions), self.theta.dtype))
+        return rope(x, rope_phases(phases_of(Angles(self.theta, context.positions), self.theta.dtype), x.dtype))
 
     def _decays(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """log a, (h,) or (b, n, h), fp32 at least, and what tokens write, (b, n, h); None for those that are 1."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightscale.config.model import ModelConfig
+from lightscale.kernels.forget_gate import forget_gate
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.shared_parts import StagePart
@@ -40,59 +41,6 @@ def lower_bounds_to_one(table: Tensor) -> Tensor:
     constant again, so that rounding does not reach log f.
     """
     return F.pad(torch.softmax(table, dim=0).cumsum(dim=0)[:-1], (0, 0, 0, 1), value=1.0)
-
-
-def log_forget(logits: Tensor, bound: Tensor, key_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """log f and k = 1 - f, with f = β + (1 - β) sigmoid(logits); differentiable in both.
-
-    Both keep their relative accuracy at both ends: log f is log1p(-k) for large f and log(f) for small f. Where β is 0
-    it is log sigmoid, whose gradient stays below 1 while f itself and 1 / f leave the range of the dtype.
-
-    Args:
-        logits: (…, h, k).
-        bound: β (h, k), fp32 or wider, in whose dtype all is computed.
-        key_dtype: that of k, rounded once; by default that of ``bound``, which log f has.
-    """
-    log_decay, key = _LogForget.apply(logits, bound, key_dtype or bound.dtype)
-    return log_decay, key
-
-
-class _LogForget(torch.autograd.Function):
-    """``log_forget``, which keeps only its inputs, and computes in place.
-
-    Autograd would keep seven fp32 tensors of each layer, more than all else in the mixer: at 7B, 32 GiB for 8192
-    tokens. Made again in the backward pass, they would stand beside everything that the block holds then: at 1M tokens
-    on 8 ranks 10 GiB of 1B.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, bound: Tensor, key_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(logits, bound)
-        wide = logits.to(bound.dtype)
-        log_decay = F.logsigmoid(wide)
-        forget = torch.sigmoid(wide).mul_(1 - bound).add_(bound)
-        # 1 - sigmoid(a) is sigmoid(-a), which is small but not 0 where sigmoid(a) has rounded to 1.
-        key = wide.neg().sigmoid_().mul_(1 - bound)
-        del wide
-        large, rounded = forget > 0.5, key.to(key_dtype, copy=True)
-        bounded = torch.where(large, key.neg_().log1p_(), forget.log_())
-        return torch.where(bound > 0, bounded, log_decay), rounded
-
-    @staticmethod
-    def backward(ctx: Any, dlog: Tensor, dkey: Tensor) -> tuple[Tensor, Tensor, None]:
-        """dlogits = (1 - β) c (dlog s / f - dk s), dβ = Σ c (dlog / f - dk), with s and c for sigmoid(±logits).
-
-        Where β is 0, s / f is 1, and log f does not depend on β.
-        """
-        logits, bound = ctx.saved_tensors
-        wide, bounded = logits.to(bound.dtype), bound > 0
-        s, c = torch.sigmoid(wide), wide.neg().sigmoid_()
-        del wide
-        forget = (s * (1 - bound)).add_(bound)
-        by_forget = torch.div(dlog, forget, out=forget).masked_fill_(~bounded, 0.0)
-        dbound = (by_forget - dkey).mul_(c).sum_to_size(bound.shape)
-        total = torch.where(bounded, by_forget.mul_(s), dlog).sub_(s.mul_(dkey))
-        return total.mul_(c).mul_(1 - bound).to(logits.dtype), dbound, None
 
 
 class LowerBounds(StagePart):
@@ -140,7 +88,7 @@ class HGRN2(Mixer):
         f, v = self._heads(self.fv_proj, x, 2)
         bounds = context.shared[LowerBoundsSpec.name]
         # Keys enter products and are rounded once. log f stays in fp32: it is summed over tokens, and so is its error.
-        log_decay, k = log_forget(f, bounds[self.layer].view(self.num_heads, -1), v.dtype)
+        log_decay, k = forget_gate(f, bounds[self.layer].view(self.num_heads, -1), v.dtype)
         finish = begin_gated(k, v, log_decay, context=context, state_name=self.state_name)
         (q,) = self._heads(self.q_proj, x)
         return self._projected(self._norm(finish(F.silu(q) if self.is_activated else q)))

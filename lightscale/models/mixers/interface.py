@@ -86,6 +86,9 @@ class Mixer(MegatronModule, ABC):
         projected, _ = projection(x)
         n, b, width = projected.shape
         heads = width // (parts * self.head_dim)
+        if parts == 1:
+            # A view, whose gradient is no copy as that of `unbind`.
+            return [projected.view(n, b, heads, self.head_dim).transpose(0, 1)]
         return list(projected.view(n, b, heads, parts, self.head_dim).transpose(0, 1).unbind(dim=3))
 
     def _norm(self, o: Tensor, gate: Tensor | None = None) -> Tensor:

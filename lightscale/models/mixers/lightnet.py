@@ -22,7 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.common.angles import feature_width, features, parts_of, phases_of
+from lightscale.kernels.common.angles import (
+    axes_of,
+    axis_angles,
+    by_axis,
+    feature_width,
+    features,
+    for_axes,
+    over_axes,
+    parts_of,
+    phases_of,
+)
 from lightscale.kernels.lightnet import (
     Angles,
     LightNetState,
@@ -37,7 +47,7 @@ from lightscale.models.layers.linear import ReplicatedLinear, column_parallel
 from lightscale.models.layers.positions import LRPE, lrpe_angles
 from lightscale.models.layers.states import incoming_state
 from lightscale.models.mixers.interface import GatedMixer
-from lightscale.models.mixers.linear_attention import begin_attention, begin_gated
+from lightscale.models.mixers.linear_attention import along_axes, begin_attention, begin_gated
 from lightscale.models.specs.lightnet import lightnet_options
 from lightscale.parallel.megatron import TransformerConfig
 from lightscale.parallel.sequence import LightNetScan, LightNetWholeScan, LogSumScan
@@ -60,7 +70,7 @@ class LightNet(GatedMixer):
         options = lightnet_options(model, self.layer)
         self.has_decay, self.has_norm = options.decay, options.output_norm
         self.has_angles, self.learns_angles = options.lrpe, options.learned_angles
-        theta = lrpe_angles(model.num_heads, model.head_dim)
+        theta = lrpe_angles(model.num_heads, model.head_dim, model.axes)
         if self.learns_angles:
             self.lrpe = LRPE(config, theta, self.group)
         elif self.has_angles:
@@ -74,14 +84,15 @@ class LightNet(GatedMixer):
     def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
         k, v = self._heads(self.kv_proj, x, 2)
-        angles = self._angles(context.positions)
+        angles = self._angles(context.coordinates)
         if not self.shares_decay:
             finish = self._begin_apart(x, F.silu(k), v, angles, context)
         elif not self.has_decay:
             finish = self._begin_sums(F.silu(k), v, angles, context)
         else:
             # No activation on k: it is the logarithm of a weight and may have either sign.
-            finish = self._begin(k, v, angles, context)
+            axes = axes_of(angles)
+            finish = along_axes(axes, self._begin(by_axis(k, axes), for_axes(v, axes), angles, context))
         (q,) = self._heads(self.q_proj, x)
         gate = self._gate(x if raw is None else raw)
         o = finish(F.silu(q))
@@ -93,7 +104,7 @@ class LightNet(GatedMixer):
         if self.learns_angles:
             found: Angles = self.lrpe(positions)
             return found
-        return Angles(self.theta, positions) if self.has_angles else None
+        return axis_angles(self.theta, positions) if self.has_angles else None
 
     def _begin_sums(self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext) -> Finish:
         return begin_attention(k, v, None, angles=angles, context=context, state_name=self.state_name)
@@ -102,12 +113,13 @@ class LightNet(GatedMixer):
         """Decays of their own weights: log-sums first, in an exchange of their own, then ``gla`` with them."""
         delta: Tensor = self.decay_up(self.decay_down(x))[0].transpose(0, 1)
         delta, within = delta.to(state_dtype(delta.dtype)), context
-        entering = None
+        entering, axes = None, axes_of(angles)
+        keys, values = by_axis(k, axes), for_axes(v, axes)
         if context.exchange is not None:
             before = context.begin(functools.partial(LogSumScan, before=True), delta, layer=self.state_name)()
         else:
             if context.states is not None:
-                within, entering = self._entering(k, v, angles, context)
+                within, entering = self._entering(k, (keys, values), angles, context)
             z = log_sum(delta, initial_state=entering, cu_seqlens=context.cu_seqlens)
             first = torch.full_like(z[:, :1], -math.inf) if entering is None else entering[:, None]
             before = torch.cat([first, z[:, :-1]], dim=1)
@@ -115,6 +127,7 @@ class LightNet(GatedMixer):
         # nothing to decay.
         known = (before > -math.inf) & (context.positions != 0)[..., None]
         log_decay = torch.where(known, F.logsigmoid(torch.where(known, before - delta, 0.0)), 0.0).view(k.shape)
+        log_decay = by_axis(log_decay, axes)
         phases = None if angles is None else phases_of(angles, log_decay.dtype)
 
         def spread(y: Tensor) -> Tensor:
@@ -122,10 +135,10 @@ class LightNet(GatedMixer):
 
         if phases is not None:
             log_decay = torch.cat([log_decay, log_decay], dim=-1)
-        gated = begin_gated(spread(k), v, log_decay, context=within, state_name=self.state_name)
+        gated = begin_gated(spread(keys), values, log_decay, context=within, state_name=self.state_name)
 
         def finish(q: Tensor) -> Tensor:
-            o = gated(spread(q))
+            o = over_axes(gated(spread(by_axis(q, axes))), axes)
             if context.states is not None and within.states is not None:
                 last = z[:, -1].view(k[:, 0].shape).clone()
                 context.states[self.state_name] = {**within.states[self.state_name], "z": last}
@@ -134,11 +147,15 @@ class LightNet(GatedMixer):
         return finish
 
     def _entering(
-        self, k: Tensor, v: Tensor, angles: Angles | None, context: SequenceContext
+        self, k: Tensor, written: tuple[Tensor, Tensor], angles: Angles | None, context: SequenceContext
     ) -> tuple[SequenceContext, Tensor | None]:
-        """A context whose states are ``S`` alone, and the log-sums (b, h k), if there are any."""
+        """A context whose states are ``S`` alone, and the log-sums (b, h k), if there are any.
+
+        ``written``: keys and values by axis.
+        """
         b, _, h, width = k.shape
-        shapes = {"z": (b, h, width), "S": (b, h, feature_width(k, angles), v.size(3))}
+        keys, values = written
+        shapes = {"z": (b, h, width), "S": (b, keys.size(2), feature_width(keys, angles), values.size(3))}
         state = incoming_state(context, self.state_name, shapes, state_dtype(k.dtype), empty={"z": -math.inf})
         if state is None:
             return dataclasses.replace(context, states={}), None

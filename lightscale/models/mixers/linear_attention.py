@@ -6,7 +6,7 @@ Three ways to the same numbers: whole rows, segments of rows on several ranks, a
 from torch import Tensor
 
 from lightscale.kernels import gla
-from lightscale.kernels.common.angles import feature_width, parts_of
+from lightscale.kernels.common.angles import axes_of, by_axis, feature_width, for_axes, over_axes, parts_of
 from lightscale.kernels.lightning import Angles, lightning_attention, recurrent_step, state_dtype
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.states import going_on
@@ -24,13 +24,23 @@ def begin_attention(
 ) -> Finish:
     """k: (b, n, h, k), v: (b, n, h, v), log_decay: (h,), (b, n, h) or None; the result maps q to (b, n, h, v).
 
-    ``angles`` are those of LRPE on k and q; the state has 2k rows then. Over sequence ranks, states travel from here
-    until the result is called. With states in the context, the state ``S`` (b, h, k, v) under ``state_name`` is read
-    and replaced: one token by the recurrence, at a cost that does not depend on its position, more in chunks.
+    ``angles`` are those of LRPE on k and q; the state has 2k rows then, and with several axes heads for each axis. Over
+    sequence ranks, states travel from here until the result is called. With states in the context, the state ``S``
+    (b, h, k, v) under ``state_name`` is read and replaced: one token by the recurrence, at a cost that does not depend
+    on its position, more in chunks.
     """
+    axes = axes_of(angles)
+    if log_decay is not None:
+        log_decay = for_axes(log_decay, axes, dim=-1)
+    k, v = by_axis(k, axes), for_axes(v, axes)
     if context.exchange is not None:
-        return context.begin(LightningScan, k, v, log_decay, *parts_of(angles), layer=state_name)
-    return lambda q: _attend(q, k, v, log_decay, angles, context, state_name)
+        return along_axes(axes, context.begin(LightningScan, k, v, log_decay, *parts_of(angles), layer=state_name))
+    return along_axes(axes, lambda q: _attend(q, k, v, log_decay, angles, context, state_name))
+
+
+def along_axes(axes: int, finish: Finish) -> Finish:
+    """``finish`` of heads made by ``by_axis`` for whole heads: scores are sums over channels, so outputs are sums."""
+    return lambda q: over_axes(finish(by_axis(q, axes)), axes)
 
 
 def _attend(

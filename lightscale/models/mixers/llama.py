@@ -36,7 +36,6 @@ from lightscale.models.mixers.interface import Mixer
 from lightscale.models.specs.options import LLaMAOptions, llama_heads, llama_options, rotary_width
 from lightscale.parallel.initialization import zeros
 from lightscale.parallel.megatron import TransformerConfig
-from lightscale.parallel.sequence import begin_gather
 
 
 class LLaMA(Mixer):
@@ -61,7 +60,7 @@ class LLaMA(Mixer):
         if options.attention_sinks:
             self.sinks = HeadParameter(config, "logit", (model.num_heads,), zeros, group, wide=True)
         # Rows are ordered head by head, k and v of a head together, q and gate too, so that a contiguous shard holds
-        # whole heads. The queries are projected apart, while keys and values are gathered from other sequence ranks.
+        # whole heads. The queries are projected apart, while keys and values are on their way to other sequence ranks.
         both = 2 * num_key_value_heads * self.head_dim
         self.kv_proj = column_parallel(config, d, both, std=std, group=group, bias=bias != "none")
         self.has_gate = options.output_gate
@@ -90,7 +89,7 @@ class LLaMA(Mixer):
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
         k, v = self._heads(self.kv_proj, x, 2)
-        phases = None if self.rotary is None else self.rotary(context.positions)
+        phases = None if self.rotary is None else context.phases_of(self.rotary.key, self.rotary)
         finish = self._begin(_placed(k, self.k_norm, phases), v, context)
         q, *gate = self._heads(self.q_proj, x, 2 if self.has_gate else 1)
         q = _placed(q, self.q_norm, phases)
@@ -102,9 +101,7 @@ class LLaMA(Mixer):
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:
-            # All keys and values are needed, and their number grows with the sequence: no state stands for them.
-            wait = begin_gather(torch.stack([k, v], dim=2), context.exchange, context.lengths)
-            return lambda q: self._across_ranks(q, wait(), context)
+            return context.begin_attention(self._attention(context), k, v, None if self.sinks is None else self.sinks())
         if context.states is not None:
             assert self.is_causal, "only models that predict the next token generate"
             return lambda q: self._continue(q, k, v, context)
@@ -128,15 +125,6 @@ class LLaMA(Mixer):
     def with_room(self, state: MixerState, lengths: Sequence[int], tokens: int) -> MixerState:
         """See ``Mixer.with_room``."""
         return with_room(state, lengths, tokens, self.window)
-
-    def _across_ranks(self, q: Tensor, gathered: Tensor, context: SequenceContext) -> Tensor:
-        """Attention to the tokens of all sequence ranks, gathered: (b, all tokens, 2, g, k), or of those up to this."""
-        # Later ranks attend to more keys, and the last decides the time. A zigzag order would balance this, but
-        # segments are contiguous for all mixers, which may stand in one stack.
-        attention = self._attention(context)
-        seen = attention.before + attention.length if self.is_causal else None
-        k, v = gathered[:, :seen].unbind(dim=2)
-        return self._attend(q, k, v, context)
 
 
 def _placed(x: Tensor, norm: HeadNorm | AllHeadsNorm | None, phases: Phases | None) -> Tensor:

@@ -76,7 +76,7 @@ class TNL(GatedMixer):
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, layer_number, model, *args, **kwargs)
-        angles = lrpe_angles(model.num_heads, model.head_dim)
+        angles = lrpe_angles(model.num_heads, model.head_dim, model.axes)
         self.lrpe = LRPE(config, angles, self.group) if tnl_rotates(model, self.layer) else None
         # Kept in fp32 in half-precision models: it is multiplied by distances.
         wide = torch.promote_types(config.params_dtype, torch.float32)
@@ -88,7 +88,7 @@ class TNL(GatedMixer):
     def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
         k, v = self._heads(self.kv_proj, x, 2)
-        angles = None if self.lrpe is None else self.lrpe(context.positions)
+        angles = None if self.lrpe is None else self.lrpe(context.coordinates)
         # Between begin and finish the state travels along the sequence ranks: the order of these lines is the overlap.
         finish = begin_attention(
             F.silu(k), v, self.log_decay, angles=angles, context=context, state_name=self.state_name

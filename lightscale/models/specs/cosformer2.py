@@ -19,7 +19,9 @@ class CosFormer2Spec(GatedMixerSpec):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
         key_width = 2 * model.head_dim
-        attention = chunked_flops(model, sequence_length, operator=CosFormer2Spec.operator, key_width=key_width)
+        attention = chunked_flops(
+            model, sequence_length, operator=CosFormer2Spec.operator, key_width=key_width, axes=model.axes
+        )
         return gated_projection_flops(model, layer) + attention
 
     @staticmethod
@@ -34,6 +36,11 @@ class CosFormer2Spec(GatedMixerSpec):
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a flag per head forward, a state's cotangent backward."""
+        """A state, and a flag per head and axis, forward; a state's cotangent backward."""
         state = 2 * model.hidden_size * model.head_dim
-        return state + model.num_heads, state
+        return state + model.num_heads * model.axes, state
+
+    @staticmethod
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
+        """Values and outputs of further axes."""
+        return 2 * model.hidden_size * (model.axes - 1)

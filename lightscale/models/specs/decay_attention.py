@@ -126,6 +126,7 @@ class DecayAttentionSpec(MixerSpec):
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, convolution; 2 C (k + w) in the chunk, 4 k w with the state, w with the sums' column."""
         key, value = key_and_value_width(model, layer)
+        groups = key_groups(model, layer)
         chunk = min(get_operator(DecayAttentionSpec.operator).chunk_size, sequence_length)
         shapes = DecayAttentionSpec.parameter_shapes(model, layer)
         others = sum(
@@ -133,7 +134,9 @@ class DecayAttentionSpec(MixerSpec):
             for name, shape in shapes.items()
             if name.endswith(".weight") and not name.startswith(("kv_proj.", "q_proj.", "out_proj."))
         )
-        return projection_flops(model) + others + model.num_heads * (2 * chunk * (key + value) + 4 * key * value)
+        return (
+            projection_flops(model) + others + model.num_heads * (2 * chunk * (key + groups * value) + 4 * key * value)
+        )
 
     @staticmethod
     def norms_output(model: ModelConfig, layer: int) -> bool:
@@ -147,14 +150,15 @@ class DecayAttentionSpec(MixerSpec):
 
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:
-        """Values and outputs with the column of sums."""
-        return 2 * (model.hidden_size + model.num_heads) * decay_attention_options(model, layer).scale
+        """Values and outputs with the column of sums, and those of further axes."""
+        of_sums = 2 * (model.hidden_size + model.num_heads) * decay_attention_options(model, layer).scale
+        return of_sums + 2 * model.hidden_size * (key_groups(model, layer) - 1)
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a decay per head forward, a state's cotangent backward."""
+        """A state and a decay per head and axis forward, a state's cotangent backward."""
         key, value = key_and_value_width(model, layer)
-        return model.num_heads * (key * value + 1), model.num_heads * key * value
+        return model.num_heads * (key * value + key_groups(model, layer)), model.num_heads * key * value
 
     @staticmethod
     def tail_values(model: ModelConfig, layer: int) -> int:
@@ -171,6 +175,11 @@ _WHOLE_ROLES = {
     "gate_up": "gate_up.weight",
     "angles": "lrpe.theta",
 }
+
+
+def key_groups(model: ModelConfig, layer: int) -> int:
+    """States of a head: lrpe has one for each axis, with its part of the rows."""
+    return model.axes if decay_attention_options(model, layer).positions == "lrpe" else 1
 
 
 def key_and_value_width(model: ModelConfig, layer: int) -> tuple[int, int]:

@@ -107,6 +107,8 @@ class MixerSpec(ABC):
 
     operator: ClassVar[str]
     """Name of its operator in ``kernels.operators``."""
+    other_operators: ClassVar[tuple[str, ...]] = ()
+    """Names of the operators that it uses beside ``operator``, without a state."""
 
     shared: ClassVar[tuple[type[PartSpec], ...]] = ()
     """Parts that the model holds once for all layers of this kind."""
@@ -210,6 +212,21 @@ class MixerSpec(ABC):
         """Numbers per token that sequence ranks gather where the state is the tokens themselves: keys and values."""
         return 2 * model.hidden_size
 
+    @staticmethod
+    def query_values(model: ModelConfig, layer: int) -> int:
+        """Numbers per token of queries that meet keys of other sequence ranks by `parallel.attention`; 0: none do."""
+        return 0
+
+    @staticmethod
+    def key_heads(model: ModelConfig, layer: int) -> int:
+        """Heads of keys and values."""
+        return model.num_heads
+
+    @staticmethod
+    def window(model: ModelConfig, layer: int) -> int | None:
+        """Most tokens that a token reads, the last of them itself; None: all."""
+        return None
+
 
 def rows_by_head(parameter: str, place: int, num_heads: int, head_dim: int) -> ParameterRows:
     """Of two matrices whose rows alternate head by head in ``parameter``, the first (``place`` 0) or the second (1)."""
@@ -222,12 +239,12 @@ def projection_flops(model: ModelConfig) -> float:
     return 2 * 4 * model.hidden_size**2
 
 
-def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, key_width: int) -> float:
-    """Operations of chunked linear attention per token: 2 C (k + v) in the chunk, 4 k v with the state, per head.
+def chunked_flops(model: ModelConfig, sequence_length: int, *, operator: str, key_width: int, axes: int = 1) -> float:
+    """Operations of chunked linear attention per token: 2 C (k + A v) in the chunk, 4 k v with the state, per head.
 
-    C is the chunk of ``operator``.
+    C is the chunk of ``operator``; A the axes that queries and keys are rotated along, each with scores of its own.
     """
     k, v = key_width, model.head_dim
     # The operator's own chunk: the work inside it grows with its length, that with the state does not.
     chunk = min(get_operator(operator).chunk_size, sequence_length)
-    return model.num_heads * (2 * chunk * (k + v) + 4 * k * v)
+    return model.num_heads * (2 * chunk * (k + axes * v) + 4 * k * v)

@@ -66,7 +66,9 @@ class LightNetSpec(GatedMixerSpec):
         if model.direction(layer) != "causal":
             return projections + model.num_heads * 4 * key_width * model.head_dim
         operator = LightNetSpec.layer_operator(model, layer)
-        return projections + chunked_flops(model, sequence_length, operator=operator, key_width=key_width)
+        return projections + chunked_flops(
+            model, sequence_length, operator=operator, key_width=key_width, axes=_axes(model, layer)
+        )
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
@@ -77,7 +79,7 @@ class LightNetSpec(GatedMixerSpec):
         """
         options, state = lightnet_options(model, layer), model.hidden_size * _key_width(model, layer)
         if not options.decay:
-            return state + model.num_heads, state
+            return state + model.num_heads * _axes(model, layer), state
         if not options.shared_decay:
             left = model.num_heads * _key_width(model, layer)
             return model.hidden_size + 1 + state + left, model.hidden_size + state
@@ -93,10 +95,11 @@ class LightNetSpec(GatedMixerSpec):
 
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:
-        """With a separate decay: its inputs, and the rotated queries and keys."""
+        """Values and outputs of further axes; with a separate decay its inputs, and the rotated queries and keys."""
+        of_axes = 2 * model.hidden_size * (_axes(model, layer) - 1)
         if lightnet_options(model, layer).shared_decay:
-            return 0
-        return model.hidden_size + model.head_dim + 2 * model.num_heads * _key_width(model, layer)
+            return of_axes
+        return of_axes + model.hidden_size + model.head_dim + 2 * model.num_heads * _key_width(model, layer)
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
@@ -121,6 +124,10 @@ def lightnet_options(model: ModelConfig, layer: int) -> LightNetOptions:
     options = model.layer_options(layer)
     assert isinstance(options, LightNetOptions), type(options)
     return options
+
+
+def _axes(model: ModelConfig, layer: int) -> int:
+    return model.axes if lightnet_options(model, layer).lrpe else 1
 
 
 def _key_width(model: ModelConfig, layer: int) -> int:

@@ -98,3 +98,18 @@ class LLaMASpec(MixerSpec):
         """Keys and values of all heads."""
         heads, head_dim = llama_heads(model, layer)
         return 2 * heads * head_dim
+
+    @staticmethod
+    def query_values(model: ModelConfig, layer: int) -> int:
+        """Queries of all heads."""
+        return model.num_heads * llama_heads(model, layer)[1]
+
+    @staticmethod
+    def key_heads(model: ModelConfig, layer: int) -> int:
+        """Those that heads of queries may share."""
+        return llama_heads(model, layer)[0]
+
+    @staticmethod
+    def window(model: ModelConfig, layer: int) -> int | None:
+        """That of the options."""
+        return llama_options(model, layer).window

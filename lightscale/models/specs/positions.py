@@ -18,7 +18,9 @@ class LearnedPositionsSpec(EmbeddingPartSpec):
 
 
 def num_positions(model: ModelConfig) -> int:
-    """The most that a mixer of the model asks for by its option ``positions``."""
+    """The most that a mixer of the model asks for by its option ``positions``; of images their tokens too."""
+    images = model.patches is not None and model.patches.learned_positions and model.grid is not None
+    of_images = model.grid.document_tokens if images and model.grid is not None else 0
     asked = (getattr(options, "positions", None) for options in model.mixer_options.values())
     # Of other mixers the option is a word.
-    return max((number for number in asked if isinstance(number, int)), default=0)
+    return max((of_images, *(number for number in asked if isinstance(number, int))))

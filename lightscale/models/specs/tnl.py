@@ -14,7 +14,8 @@ class TNLSpec(GatedMixerSpec):
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
         """Projections, gate, and attention in chunks."""
-        chunks = chunked_flops(model, sequence_length, operator=TNLSpec.operator, key_width=_key_width(model, layer))
+        width, axes = _key_width(model, layer), _axes(model, layer)
+        chunks = chunked_flops(model, sequence_length, operator=TNLSpec.operator, key_width=width, axes=axes)
         return gated_projection_flops(model, layer) + chunks
 
     @staticmethod
@@ -31,9 +32,14 @@ class TNLSpec(GatedMixerSpec):
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a decay per head forward, a state's cotangent backward."""
+        """A state and a decay per head and axis forward, a state's cotangent backward."""
         state = _key_width(model, layer) * model.head_dim
-        return model.num_heads * (state + 1), model.num_heads * state
+        return model.num_heads * (state + _axes(model, layer)), model.num_heads * state
+
+    @staticmethod
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
+        """Values and outputs of further axes."""
+        return 2 * model.hidden_size * (_axes(model, layer) - 1)
 
 
 def tnl_options(model: ModelConfig, layer: int) -> TNLOptions:
@@ -47,6 +53,10 @@ def tnl_rotates(model: ModelConfig, layer: int) -> bool:
     """Whether layer ``layer`` (from 0) rotates its queries and keys."""
     where = tnl_options(model, layer).lrpe
     return where == "all" or (where == "first" and layer == 0)
+
+
+def _axes(model: ModelConfig, layer: int) -> int:
+    return model.axes if tnl_rotates(model, layer) else 1
 
 
 def _key_width(model: ModelConfig, layer: int) -> int:

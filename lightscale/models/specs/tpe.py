@@ -19,24 +19,31 @@ class TPESpec(EmbeddingPartSpec):
 
     @staticmethod
     def parameters_of(model: ModelConfig) -> dict[str, PartParameter]:
-        """``decay_logit`` (e,) and, unless as printed, ``gamma`` (d, e), with e modes."""
-        modes = tpe_modes(model)
+        """``decay_logit`` (e,) and, unless as printed, ``gamma`` (d, e), with e modes; of axes (a, e), (d, a, e).
+
+        The counts of table 1, 0.10M for d = 384 and 0.20M for 768, fit weights of each axis. Equation 11, the printed
+        form, has one set of decays.
+        """
+        modes, axes = tpe_modes(model), () if model.axes == 1 else (model.axes,)
+        of_decays = (modes,) if is_printed(model) else (*axes, modes)
         # A decay near 1 is applied thousands of times.
-        decays = {"decay_logit": PartParameter(shape=(modes,), term=DECAYS_TERM, keep_wide=True)}
+        decays = {"decay_logit": PartParameter(shape=of_decays, term=DECAYS_TERM, keep_wide=True)}
         if is_printed(model):
             return decays
-        return decays | {"gamma": PartParameter(shape=(model.hidden_size, modes), term="TPE", split_dim=0)}
+        shape = (model.hidden_size, *axes, modes)
+        return decays | {"gamma": PartParameter(shape=shape, term="TPE", split_dim=0)}
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig) -> float:
-        """A short Toeplitz product, and the state read and written, per channel."""
-        return model.hidden_size * (2 * get_operator("tpe").chunk_size + 4 * tpe_modes(model))
+        """A short Toeplitz product, and the state read and written, per channel and axis."""
+        return model.axes * model.hidden_size * (2 * get_operator("tpe").chunk_size + 4 * tpe_modes(model))
 
     @staticmethod
     def exchange_values(model: ModelConfig) -> PartExchange:
-        """States, and λ^n, which is the same for all channels."""
+        """States, and λ^n, which is the same for all channels; of each line that the next tokens go on."""
         modes = tpe_modes(model)
-        return PartExchange(channels=model.hidden_size, state=model.hidden_size * modes, whole=modes)
+        lines = 1 if model.grid is None else sum(model.grid.strides)
+        return PartExchange(channels=model.hidden_size, state=lines * model.hidden_size * modes, whole=lines * modes)
 
 
 def tpe_modes(model: ModelConfig) -> int:

@@ -1,6 +1,6 @@
-"""Softmax attention has no state smaller than the keys and values themselves: they are gathered.
+"""All keys and values on every rank: the payload grows with the length of the sequence, and so does what a rank holds.
 
-The payload grows with the length of the sequence; the other mixers avoid this.
+Later ranks attend to more keys, and the last decides the time.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightscale.parallel.sequence.attention import AttentionExchange, Finish, SplitAttention
 from lightscale.parallel.sequence.exchange import StateExchange
+
+
+class KeyGather(AttentionExchange):
+    """One all-gather of keys and values, while queries are projected."""
+
+    def begin(self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None) -> Finish:
+        """See ``AttentionExchange``."""
+        own = attention.own
+        wait = begin_gather(torch.stack([k, v], dim=2), self.exchange, attention.lengths)
+        seen = own.before + own.length if own.is_causal else None
+
+        def finish(q: Tensor) -> Tensor:
+            keys, values = wait()[:, :seen].unbind(dim=2)
+            return own(q, keys, values, sinks)
+
+        return finish
 
 
 def begin_gather(x: Tensor, exchange: StateExchange, lengths: Sequence[int] | None = None) -> Callable[[], Tensor]:

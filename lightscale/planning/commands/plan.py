@@ -152,6 +152,8 @@ def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     yield "activations", _gib(memory.activations_bytes), f"{tokens:,} tokens at a time"
     if memory.exchange_bytes:
         yield "exchange of states", _gib(memory.exchange_bytes), ""
+    if memory.teacher_bytes:
+        yield "teacher", _gib(memory.teacher_bytes), "frozen: weights and answers"
     yield "logits", _gib(memory.logits_bytes), "during the loss"
     yield "backward pass of a block", _gib(memory.block_bytes), "after the loss: the larger of the two counts"
     yield "total", _gib(memory.total_bytes), ""

@@ -25,7 +25,7 @@ from lightscale.config.section import MOST_RANKS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError, shortened
 from lightscale.output.terminal import plain_console
 from lightscale.planning import memory, step_cost
-from lightscale.planning.advice import changed_batch, layout_overrides
+from lightscale.planning.advice import attention_reason, changed_batch, layout_overrides
 from lightscale.planning.hardware import HARDWARE, Hardware, with_settings
 from lightscale.planning.prediction import Prediction
 from lightscale.planning.search import AXES, BATCH_TOLERANCE, MOST_NODES, Fixed, best_layouts, explain_none, least_nodes
@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layout",
         metavar="AXIS=N,…",
-        help="fixed choices, not searched: tensor, pipeline, sequence, data, micro_batch_size, recompute, exchange",
+        help="fixed choices, not searched: tensor, pipeline, sequence, data, micro_batch_size, recompute, exchange, "
+        "attention",
     )
     group.add_argument("--hardware", choices=HARDWARE, help="kind of GPU (default: h100)")
     group.add_argument(
@@ -205,6 +206,7 @@ def _record(config: RunConfig, hardware: Hardware, points: list[Point]) -> dict[
                 "sequence_length": point.sequence_length,
                 "fits": point.fits,
                 "least_nodes": point.least_nodes,
+                "attention": attention_reason(point.layouts) if point.layouts else None,
                 "commands": None if point.commands is None else dataclasses.asdict(point.commands),
                 "layouts": [_layout_record(one) for one in point.layouts[:_SHOWN_LAYOUTS]],
             }
@@ -219,6 +221,7 @@ def _layout_record(one: Prediction) -> dict[str, Any]:
         "recompute": one.recompute,
         "recompute_layers": one.recompute_layers,
         "exchange": one.exchange,
+        "attention": one.attention,
         "global_batch_size": one.global_batch_size,
         "micro_batch_size": one.layout.micro_batch_size,
         "num_microbatches": one.layout.num_microbatches,
@@ -251,7 +254,7 @@ def _sentences(config: RunConfig) -> list[str]:
 
 def _show(path: str, config: RunConfig, hardware: Hardware, points: list[Point]) -> None:
     # Wider than a pipe's 80 columns, so that no line of numbers is broken.
-    console = plain_console(least_width=132)
+    console = plain_console(least_width=144)
     console.print(f"{path} on nodes of {hardware.gpus_per_node} {hardware.name}: predicted, not measured\n")
     if len(points) == 1:
         (point,) = points
@@ -264,6 +267,9 @@ def _show(path: str, config: RunConfig, hardware: Hardware, points: list[Point])
             if not point.fits:
                 console.print(_least_nodes(point), soft_wrap=True)
         console.print("For commands to paste, use one number of nodes and one length.\n", soft_wrap=True)
+    for point in points:
+        if point.layouts and (reason := attention_reason(point.layouts)):
+            console.print(f"{_short(point.sequence_length)} on nodes: {point.nodes}: {reason}", soft_wrap=True)
     console.print(_hardware_table(hardware))
     console.print("Assumptions:")
     for sentence in _sentences(config):
@@ -278,7 +284,7 @@ def _points_table(rows: Iterable[tuple[Point, Prediction | None]]) -> Table:
         "for communication and other stages",
         caption_justify="left",
     )
-    left = ("t·p·s·d", "recompute", "exchange")
+    left = ("t·p·s·d", "recompute", "exchange", "attention")
     for heading in (
         "nodes",
         "length",
@@ -307,6 +313,7 @@ def _cells(one: Prediction) -> list[str]:
         ranks,
         one.recompute if one.recompute_layers is None else f"{one.recompute} ({one.recompute_layers})",
         exchange,
+        one.attention if one.layout.sequence > 1 else "—",
         _gib(one.memory.total_bytes),
     ]
     if not one.fits:
@@ -375,6 +382,8 @@ def _time_lines(one: Prediction) -> Iterable[tuple[str, str, str, str]]:
 def _memory_lines(one: Prediction, usable: str) -> Iterable[tuple[str, str, str, str]]:
     for name in ("weights", "gradients", "optimizer", "activations", "exchange", "logits"):
         yield name, _gib(getattr(one.memory, f"{name}_bytes")), "", ""
+    if one.memory.teacher_bytes:
+        yield "teacher", _gib(one.memory.teacher_bytes), "", ""
     yield "backward pass of a block", _gib(one.memory.block_bytes), "", "or the logits: the larger counts"
     yield "total", _gib(one.memory.total_bytes), "", usable if one.fits else f"{usable}: does not fit"
 

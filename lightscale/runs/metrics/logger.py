@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lightscale.output.progress import start_progress
@@ -22,8 +22,13 @@ class ValidationLoss:
     loss: float
     by_position: tuple[float, ...] = ()
     """Mean loss for equal parts of the sequence, first to last."""
-    accuracy: float | None = None
-    """Share of predicted tokens for which the model's most probable token is right; None: not counted."""
+    accuracies: Mapping[int, float] = field(default_factory=dict)
+    """Share of the predictions whose label is among the k most probable ones, by k; 1: accuracy."""
+
+    @property
+    def named_accuracies(self) -> dict[str, float]:
+        """The same as in records: accuracy, top5_accuracy."""
+        return {"accuracy" if k == 1 else f"top{k}_accuracy": share for k, share in self.accuracies.items()}
 
 
 class MetricsLogger:
@@ -139,21 +144,24 @@ class MetricsLogger:
         if not self._enabled:
             return
         sets: dict[str, dict[str, Any]] = {}
-        accuracies: dict[str, float] = {}
         for name, one in losses.items():
-            sets[name] = {"loss": one.loss, "loss_by_position": one.by_position}
-            if one.accuracy is not None:
-                sets[name]["accuracy"] = accuracies[name] = one.accuracy
+            sets[name] = {"loss": one.loss, "loss_by_position": one.by_position, **one.named_accuracies}
         # Groups of their own: the losses of the sets stand side by side, and not between those of all parts.
         groups: dict[str, Mapping[str, Scalar]] = {"validation": {name: one.loss for name, one in losses.items()}}
-        groups["validation_accuracy"] = accuracies
         for name, one in losses.items():
+            for kind, share in one.named_accuracies.items():
+                groups[f"validation_{kind}"] = {**groups.get(f"validation_{kind}", {}), name: share}
             digits = len(str(len(one.by_position) - 1))
             buckets = {f"{i:0{digits}}": loss for i, loss in enumerate(one.by_position)}
             groups[f"validation_by_position/{name}"] = buckets
         self._write(step, {"tokens": tokens, "validation": sets}, groups)
         text = "  ".join(
-            f"{name} {one.loss:.4f}{'' if one.accuracy is None else f' accuracy {one.accuracy:.2%}'}"
+            " ".join(
+                [
+                    f"{name} {one.loss:.4f}",
+                    *(f"{kind.replace('_', ' ')} {share:.2%}" for kind, share in one.named_accuracies.items()),
+                ]
+            )
             for name, one in losses.items()
         )
         self._progress.say(f"step {step}/{self._total_steps}  validation loss  {text}")

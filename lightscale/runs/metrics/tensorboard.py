@@ -69,7 +69,11 @@ class TensorboardSink(Sink):
 
     def _describe(self, run: RunFacts, step: int) -> None:
         """What does not change in an attempt: texts, layout, hparams."""
-        texts = {"configuration": to_toml(run.config), "command": run.command}
+        texts = {
+            "configuration": to_toml(run.config),
+            "command": run.command,
+            "parent": run.config.train.branch_from or "",
+        }
         # Four spaces: Markdown shows the lines as they are.
         parts = [text(tag, _as_code(content)) for tag, content in texts.items() if content]
         for part in (*parts, custom_scalars(layout(run.config)), hparams(run.config)):

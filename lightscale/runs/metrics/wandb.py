@@ -18,13 +18,15 @@ except ImportError as error:
     raise ImportError(f"wandb cannot be imported ({error}); pip install 'lightscale[wandb]'") from error
 
 _PROJECT = "lightscale"
+_VOID = "void steps"
 
 
 class WandbSink(Sink):
     """One wandb run for a run, over all its attempts.
 
     wandb cannot replace the values of a step, so a step is sent once. After a resume, repeated steps have the same
-    values; after a rollback, wandb keeps the values from before it.
+    values; after a rollback, wandb keeps the values from before it, and the run's summary lists these steps as "void
+    steps".
     """
 
     def __init__(self, run: RunFacts) -> None:
@@ -57,6 +59,10 @@ class WandbSink(Sink):
     def go_back(self, step: int) -> None:
         """See ``Sink``."""
         self._first = self._state.step + 1
+        if step < self._state.step:
+            void = f"{step + 1} to {self._state.step}"
+            before = self._run.summary.get(_VOID)
+            self._run.summary[_VOID] = f"{before}, {void}" if before else void
 
     def close(self) -> None:
         """See ``Sink``."""

@@ -40,6 +40,9 @@ def make_comparison(paths: Sequence[Path], *, smoothing: float, now: datetime.da
         note=True,
     )
     _add_runs(html, counts, curves)
+    for name, config in configs.items():
+        if config.train.branch_from is not None:
+            html.paragraph(f"{name} is a branch of {config.train.branch_from}: its curve begins there.")
     html.heading("Losses")
     for field, label in _AXES:
         lines = [

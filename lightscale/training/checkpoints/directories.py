@@ -133,6 +133,28 @@ def clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def adopt(source: Path, directory: Path) -> None:
+    """Make the whole checkpoint ``source`` one of ``directory`` too, by one rename; ``source`` stays as it is.
+
+    Its files are hard links, since neither run writes to a checkpoint again; copies where links are impossible.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    sync(directory.parent)
+    draft = directory / f"{source.name}.tmp"
+    clear(draft)
+    draft.mkdir()
+    for file in source.iterdir():
+        try:
+            os.link(file, draft / file.name)
+        except OSError:
+            # Another file system, one without links, or files of another user.
+            shutil.copyfile(file, draft / file.name)
+            sync(draft / file.name)
+    sync(draft)
+    draft.rename(directory / source.name)
+    sync(directory)
+
+
 def put_aside(damaged: Sequence[Path], ranks: "Agreement") -> None:
     """Rename directories to ….bad, so that they count neither as checkpoints nor as kept ones."""
 

@@ -207,9 +207,8 @@ def read_headers(path: Path, manifest: Manifest) -> Headers:
     for what, found in shapes.items():
         if what != weights and contents_of(manifest) == "weights":
             raise DamagedCheckpoint(f"{path}: has {shown(what)}.{shown(min(found))}, and {_HOLDS['weights']}")
-        # An optimizer keeps its state for every weight.
-        if wrong := sorted(key for key in {*found, *shapes[weights]} if found.get(key) != shapes[weights].get(key)):
-            raise DamagedCheckpoint(f"{path}: {shown(wrong[0])} of {shown(what)} differs from that of the weights")
+        if what != weights and (wrong := _foreign_state(what, shapes, weights)):
+            raise DamagedCheckpoint(f"{path}: {shown(wrong)} of {shown(what)} differs from that of the weights")
     expected = _WEIGHTS_ALONE if len(shapes) == 1 else _TRAINED
     for key, used in dtypes.items():
         if len(used) > 1 or not used <= set(expected):
@@ -218,3 +217,15 @@ def read_headers(path: Path, manifest: Manifest) -> Headers:
     if not shapes:
         raise DamagedCheckpoint(f"{path}: has no tensor")
     return headers
+
+
+def _foreign_state(what: str, shapes: Mapping[str, Mapping[str, Shape]], weights: str) -> str | None:
+    """A parameter whose state ``what`` is missing or has not the weight's shape; None: there is none.
+
+    An optimizer keeps some state for every weight, and may keep other tensors for some of them (Muon for matrices).
+    Kinds of state with one parameter in common have all in common.
+    """
+    found, others = shapes[what], [one for name, one in shapes.items() if name != weights]
+    due = {name for one in others if one.keys() & found.keys() for name in one}
+    due |= shapes[weights].keys() - {name for one in others for name in one}
+    return min((name for name in due if found.get(name) != shapes[weights].get(name)), default=None)

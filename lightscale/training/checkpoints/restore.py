@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.conversion import Conversion
@@ -160,10 +161,11 @@ class Checkpoints:
                 changes = () if weights_only else _check_environment(path, manifest, allow)
                 if self._has_own_embedding_std and not weights_only:
                     _check_one_embedding(path, manifest, allow)
-                wanted = engine.wanted_shards(weights_only=weights_only)
-                self._check_same_model(path, wanted, contents.tensors, conversion)
+                # Before the model: the state of another optimizer has other tensors.
                 if not weights_only:
                     _check_counters(path, contents.state, engine.counters())
+                wanted = engine.wanted_shards(weights_only=weights_only)
+                self._check_same_model(path, wanted, contents.tensors, conversion)
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
                 continue
@@ -271,6 +273,11 @@ class Checkpoints:
             if found != expected:
                 name = key.removeprefix("model.")
                 where = "here" if conversion is None else "in the configuration of this run"
+                if not key.startswith(WEIGHTS_PREFIX):
+                    raise UserError(
+                        f"{path} has other state of the optimizer: {name} is {found} there and {expected} {where}; set "
+                        "the options of [optimizer] back, or start a new run with these weights (train.init_from)"
+                    )
                 raise UserError(f"{path} is of another model: {name} is {found} there and {expected} {where}")
 
 
@@ -324,4 +331,9 @@ def _check_counters(path: Path, state: Mapping[str, Any], expected: Mapping[str,
     """The optimizer's counters, by name; whether they are numbers that make sense is checked (``read_state``)."""
     if state["optimizer"].keys() != expected.keys():
         found, right = (", ".join(sorted(names)) or "none" for names in (state["optimizer"], expected))
+        if found in {optimizer_class(name).step_counter for name in OPTIMIZERS}:
+            raise UserError(
+                f"{path} has the state of another optimizer: its counter is {found}, that of optimizer.name is "
+                f"{right}; set optimizer.name back, or start a new run with these weights (train.init_from)"
+            )
         raise DamagedCheckpoint(f"{path / STATE}: expected the optimizer counters {right}, found {shown(found)}")

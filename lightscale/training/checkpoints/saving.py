@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lightscale.errors import UserError
+from lightscale.errors import UserError, remedy_of_limit
 from lightscale.files import sync
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
@@ -273,7 +273,9 @@ class Saver:
         except (OSError, UserError) as error:
             # ``on_all`` has raised it on all ranks, so that all are here and none is still writing.
             self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
-            raise SaveError(f"cannot write {final}: {error}") from error
+            remedy = remedy_of_limit(error)
+            reason = str(error) if remedy is None else f"{error}; {remedy}"
+            raise SaveError(f"cannot write {final}: {reason}") from error
         if snapshot.contents == ("full",):
             # Hashed while it was written, so that retention need not read it again.
             self.known_good.add(snapshot.step)

@@ -3,12 +3,12 @@
 A limit that is met within a run looks like another fault: an abort, a connection that closes, a file that ends. So the
 needs are compared at every start and by ``lightscale doctor``. A soft limit is raised as far as the hard one allows.
 
-Needs of a rank of a small model on CPUs: 123 open files and 11 for each other rank, 70 threads, 2.5 GB of address space
-and 200 MB of memory; of its launcher: 21 open files and 4 for each rank, 410 MB. Most are rounded up. (Measured on 28
-November 2026, torch 2.13, a 2-core x86-64 machine: peaks in /proc of ``lightscale train`` on 1 to 8 ranks.)
+Needs of a rank of a small model on CPUs: 123 open files and 11 for each other rank, 70 threads, 2.5 GB of address
+space, 0.9 GB of it data, and 200 MB of memory; of its launcher: 21 open files and 4 for each rank, 410 MB. Most are
+rounded up. (Measured on 28 November 2026, torch 2.13, a 2-core x86-64 machine: peaks in /proc of ``lightscale train``
+on 1 to 8 ranks; of data on 2.)
 """
 
-import contextlib
 import os
 import resource
 import shutil
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TypedDict
 
 import psutil
 
@@ -24,17 +25,22 @@ from lightscale.errors import UserError
 from lightscale.files import size_text
 from lightscale.models.accounting import parameter_shapes
 from lightscale.training.health.check_result import CheckResult
+from lightscale.training.health.control_group import lowest_limit
 
 _FILES, _FILES_PER_RANK = 160, 12
 _LAUNCHER_FILES, _LAUNCHER_FILES_PER_RANK = 64, 8
-_THREADS = 80
-_ADDRESSES_BYTES = 2_700 << 20
+# Two threads compute with OpenMP, forward and backward, each with its own pool.
+_THREADS, _POOLS = 80, 2
+_ADDRESSES_BYTES, _DATA_BYTES = 2_700 << 20, 1_000 << 20
 _LEAST_FILE_BYTES = 2 << 20
 _RANK_BYTES, _LAUNCHER_BYTES = 200 << 20, 400 << 20
 _SHARED_BYTES = 64 << 20
-_CGROUP, _CGROUPS, _SHARED_MEMORY = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/dev/shm")
+_SHARED_MEMORY, _INFINIBAND = Path("/dev/shm"), Path("/sys/class/infiniband")
+_KERNEL, _LOAD = Path("/proc/sys/kernel"), Path("/proc/loadavg")
 # Of a parameter, in fp32: weight and two moments, and in memory the gradient too.
 _SAVED_BYTES, _HELD_BYTES = 12, 16
+# Of an export in bf16, whose files have at most as many bytes.
+_EXPORTED_BYTES, _EXPORT_FILE_BYTES = 2, 5_000_000_000
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
@@ -49,19 +55,37 @@ class Needs:
     """Of the largest file that one rank writes."""
     rank_bytes: int = 0
     """Of the weights, gradients and moments of one rank, in memory of the host."""
+    are_running: bool = False
+    """Whether this process is one of the ranks."""
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of all ranks of the host."""
+        return self.local_ranks * (_THREADS + _POOLS * computing_threads(self.local_ranks))
 
     @classmethod
-    def of(cls, config: RunConfig | None, *, local_ranks: int, num_ranks: int, on_gpu: bool) -> "Needs":
+    def of(
+        cls, config: RunConfig | None, *, local_ranks: int, num_ranks: int, on_gpu: bool, are_running: bool = False
+    ) -> "Needs":
         """Needs of training ``config``; None: of any command, so those of the processes themselves."""
         shapes = {} if config is None else parameter_shapes(config.model)
-        share = sum(prod(shape) for shape in shapes.values()) // num_ranks
+        parameters = sum(prod(shape) for shape in shapes.values())
+        share = parameters // num_ranks
+        has_exports = config is not None and config.checkpoint.export_every is not None
+        exported = min(parameters * _EXPORTED_BYTES, _EXPORT_FILE_BYTES) if has_exports else 0
         return cls(
             local_ranks=local_ranks,
             num_ranks=num_ranks,
             on_gpu=on_gpu,
-            file_bytes=share * _SAVED_BYTES,
+            file_bytes=max(share * _SAVED_BYTES, exported),
             rank_bytes=0 if on_gpu else share * _HELD_BYTES,
+            are_running=are_running,
         )
+
+
+class _OfBytes(TypedDict):
+    text: Callable[[int], str]
+    unit: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +100,18 @@ class _Limit:
     """Bytes in one of ``ulimit``'s units."""
 
 
+_IN_KIB: _OfBytes = {"text": size_text, "unit": 1024}
+
+
 def check_limits(needs: Needs) -> list[CheckResult]:
     """A result for each limit, after raising soft limits that are too low."""
-    return [*(_check(limit) for limit in _limits(needs)), *_check_cgroup(needs), *_check_shared_memory(needs)]
+    return [
+        *(_check(limit) for limit in _limits(needs)),
+        *_check_endless(needs),
+        *_check_machine(needs),
+        *_check_cgroup(needs),
+        *_check_shared_memory(needs),
+    ]
 
 
 def require_limits(needs: Needs) -> None:
@@ -91,6 +124,22 @@ def require_limits(needs: Needs) -> None:
         raise UserError("\n".join(f"{one.check}: {one.found}; expected {one.right}" for one in failed))
 
 
+def require_file_size(num_bytes: int, remedy: str) -> None:
+    """Raise ``UserError`` with `remedy` if this process may not write a file of `num_bytes`."""
+    limit = _Limit(name="size of a file", resource=resource.RLIMIT_FSIZE, option="-f", needed=num_bytes, **_IN_KIB)
+    if (found := _check(limit)).result == "failed":
+        raise UserError(f"{found.check}: {found.found}; expected {found.right}; or {remedy}")
+
+
+def computing_threads(local_ranks: int) -> int:
+    """Threads of a rank's pool for tensors on CPUs: of the user's choice, else an equal share of the cores."""
+    if chosen := os.environ.get(THREADS_VARIABLE):
+        # A number for each nested level, of which there is one.
+        return int(chosen.partition(",")[0]) if _is_count(chosen) else 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_ranks)
+
+
 def _limits(needs: Needs) -> Iterator[_Limit]:
     # Connections of NCCL are fewer: each rank has neighbours, not all others.
     peers = 0 if needs.on_gpu else needs.num_ranks
@@ -98,15 +147,14 @@ def _limits(needs: Needs) -> Iterator[_Limit]:
     yield _Limit(name="open files", resource=resource.RLIMIT_NOFILE, option="-n", needed=files)
     if os.geteuid() != 0:
         # Root is exempt. All threads of the user count.
-        threads = _own_threads() + _THREADS * needs.local_ranks
+        threads = _other_threads(needs) + needs.num_threads
         yield _Limit(name="threads of the user", resource=resource.RLIMIT_NPROC, option="-u", needed=threads)
     yield _Limit(
         name="size of a file",
         resource=resource.RLIMIT_FSIZE,
         option="-f",
         needed=max(needs.file_bytes, _LEAST_FILE_BYTES),
-        text=size_text,
-        unit=1024,
+        **_IN_KIB,
     )
     if not needs.on_gpu:
         yield _Limit(
@@ -114,8 +162,14 @@ def _limits(needs: Needs) -> Iterator[_Limit]:
             resource=resource.RLIMIT_AS,
             option="-v",
             needed=_ADDRESSES_BYTES + needs.rank_bytes,
-            text=size_text,
-            unit=1024,
+            **_IN_KIB,
+        )
+        yield _Limit(
+            name="data of a process",
+            resource=resource.RLIMIT_DATA,
+            option="-d",
+            needed=_DATA_BYTES + needs.rank_bytes,
+            **_IN_KIB,
         )
 
 
@@ -132,15 +186,58 @@ def _check(limit: _Limit) -> CheckResult:
     return CheckResult(check=check, result="failed", found=found, right=right, blames_host=True)
 
 
+def _check_endless(needs: Needs) -> Iterator[CheckResult]:
+    """Limits below which no number is enough: a warning, after raising them to the hard ones."""
+    endless: list[tuple[str, int, str, Callable[[int], str], str]] = [
+        ("CPU time of a process", resource.RLIMIT_CPU, "-t", lambda seconds: f"{seconds:,} s", "ranks are killed at it")
+    ]
+    # Root is exempt.
+    if needs.on_gpu and needs.num_ranks > needs.local_ranks and os.geteuid() != 0 and _has_infiniband():
+        reason = "NCCL registers its buffers with InfiniBand"
+        endless.append(("locked memory", resource.RLIMIT_MEMLOCK, "-l", size_text, reason))
+    for name, which, option, text, reason in endless:
+        soft, hard = resource.getrlimit(which)
+        if soft != hard:
+            resource.setrlimit(which, (hard, hard))
+        is_enough = hard == resource.RLIM_INFINITY
+        yield CheckResult(
+            check=f"limit: {name}",
+            result="ok" if is_enough else "warning",
+            found="unlimited" if is_enough else text(hard),
+            right="" if is_enough else f"unlimited, by `ulimit {option} unlimited`: {reason}",
+        )
+
+
+def _has_infiniband() -> bool:
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+
+
+def _check_machine(needs: Needs) -> Iterator[CheckResult]:
+    """The threads of all users: a large OMP_NUM_THREADS may ask for more than a kernel has."""
+    try:
+        most, name = min((int((_KERNEL / name).read_text()), name) for name in ("threads-max", "pid_max"))
+        used = int(_LOAD.read_text().split()[3].partition("/")[2])
+    except (OSError, ValueError, LookupError):
+        return
+    needed = used + needs.num_threads
+    yield CheckResult(
+        check="limit: threads of the machine",
+        result="ok" if most >= needed else "failed",
+        found=f"{most:,} (kernel.{name}), {used:,} in use",
+        right="" if most >= needed else f"at least {needed:,}, or a smaller {THREADS_VARIABLE}",
+        blames_host=most < needed,
+    )
+
+
 def _check_cgroup(needs: Needs) -> Iterator[CheckResult]:
     """Limits of the control group, as of a container or a job: of all its processes together."""
-    for name, file, needed, text in (
-        ("memory", "memory.max", _LAUNCHER_BYTES + needs.local_ranks * (_RANK_BYTES + needs.rank_bytes), size_text),
-        ("threads", "pids.max", needs.local_ranks * _THREADS, str),
+    for name, controller, needed, text in (
+        ("memory", "memory", _LAUNCHER_BYTES + needs.local_ranks * (_RANK_BYTES + needs.rank_bytes), size_text),
+        ("threads", "pids", needs.num_threads, str),
     ):
-        if (least := _least_of_groups(file)) is None:
+        if (lowest := lowest_limit(controller)) is None:
             continue
-        path, value = least
+        path, value = lowest
         is_enough = value >= needed
         yield CheckResult(
             check=f"limit: {name} of the control group",
@@ -149,20 +246,6 @@ def _check_cgroup(needs: Needs) -> Iterator[CheckResult]:
             right="" if is_enough else f"at least {text(needed)}, by the settings of the job or container",
             blames_host=not is_enough,
         )
-
-
-def _least_of_groups(file: str) -> tuple[Path, int] | None:
-    """The lowest limit of this process's control group and of those around it (cgroup v2); None: there is none."""
-    try:
-        own = next(line for line in _CGROUP.read_text().splitlines() if line.startswith("0::"))[3:]
-    except (OSError, StopIteration):
-        return None
-    group, found = Path(own), []
-    for one in (group, *group.parents):
-        path = _CGROUPS / one.relative_to("/") / file
-        with contextlib.suppress(OSError, ValueError):
-            found.append((path, int(path.read_text())))
-    return min(found, key=lambda pair: pair[1], default=None)
 
 
 def _check_shared_memory(needs: Needs) -> Iterator[CheckResult]:
@@ -182,11 +265,14 @@ def _is_below(value: int, needed: int) -> bool:
     return value != resource.RLIM_INFINITY and value < needed
 
 
-def _own_threads() -> int:
-    own, count = os.geteuid(), 0
-    for process in psutil.process_iter(["uids", "num_threads"]):
+def _other_threads(needs: Needs) -> int:
+    """Threads of the user's processes besides the ranks."""
+    user, count = os.geteuid(), 0
+    # Ranks of one host have one parent.
+    parent = os.getppid() if needs.are_running else None
+    for process in psutil.process_iter(["ppid", "uids", "num_threads"]):
         uids = process.info["uids"]
-        if uids is not None and uids.real == own:
+        if uids is not None and uids.real == user and process.info["ppid"] != parent:
             count += process.info["num_threads"] or 0
     return count
 

@@ -2,10 +2,34 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from lightscale.config.schema import OptimizerConfig
+from lightscale.config.section import Fraction, Small
 from lightscale.parallel.optimizer_spec import MegatronSpec
+
+
+class _Moments(OptimizerConfig):
+    """[optimizer] of both."""
+
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    """Decay rates per step of Adam's first and second moments."""
+    eps: Small = 1e-8
+    """Constant added to the root of Adam's second moment."""
+
+
+class AdamWConfig(_Moments):
+    """[optimizer] with name = "adamw"."""
+
+    name: Literal["adamw"] = "adamw"
+
+
+class AdamConfig(_Moments):
+    """[optimizer] with name = "adam"."""
+
+    name: Literal["adam"] = "adam"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +41,14 @@ class AdamW(MegatronSpec):
     """Decay of the means m and v, per step."""
     eps: float = 1e-8
 
+    options: ClassVar[type[OptimizerConfig]] = AdamWConfig
     state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     step_counter: ClassVar[str] = "adam_steps"
     state_description: ClassVar[str] = "Adam's two moments"
     is_decoupled: ClassVar[bool] = True
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig) -> Self:
+    def from_config(cls, config: _Moments, total_steps: int) -> Self:
         """The constants that section [optimizer] gives."""
         return cls(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, grad_clip=config.grad_clip)
 
@@ -42,4 +67,5 @@ class AdamW(MegatronSpec):
 class Adam(AdamW):
     """The older Adam: weight_decay w is added to the gradient, where the moments rescale it."""
 
+    options: ClassVar[type[OptimizerConfig]] = AdamConfig
     is_decoupled: ClassVar[bool] = False

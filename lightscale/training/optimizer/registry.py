@@ -1,12 +1,64 @@
-"""The optimizers by name. A new one is one file and one line here."""
+"""The optimizer of a run; ``config/optimizers.py`` has the names."""
 
-from lightscale.config.schema import OptimizerConfig
-from lightscale.parallel.optimizer_spec import OptimizerSpec
-from lightscale.training.optimizer.adamw import Adam, AdamW
+import difflib
+from dataclasses import replace
+from fnmatch import fnmatchcase
 
-OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW, "adam": Adam}
+from lightscale.config.optimizers import optimizer_class
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+from lightscale.models.accounting import parameter_shapes
+from lightscale.models.matrices import matrices
+from lightscale.parallel.optimizer_spec import MatrixSpec, OptimizerSpec, RowRanges
 
 
-def optimizer_spec(config: OptimizerConfig) -> OptimizerSpec:
-    """The optimizer that section [optimizer] describes."""
-    return OPTIMIZERS[config.name].from_config(config)
+def optimizer_spec(config: RunConfig) -> OptimizerSpec:
+    """The optimizer that section [optimizer] of ``config`` describes.
+
+    Raises UserError for a pattern of a parameter group that names no parameter of the model, for a parameter in two
+    groups, and for a pattern of ``optimizer.adamw`` that names no matrix.
+    """
+    section = config.optimizer
+    spec: OptimizerSpec = optimizer_class(section.name).from_config(section, config.total_steps)
+    if isinstance(spec, MatrixSpec):
+        spec = replace(spec, matrices=_stepped_whole(spec, matrices(config.model)))
+    if section.groups:
+        spec = replace(spec, groups=section.groups)
+        _check_groups(spec, list(parameter_shapes(config.model)))
+    return spec
+
+
+def _stepped_whole(spec: MatrixSpec, found: dict[str, tuple[RowRanges, ...]]) -> dict[str, tuple[RowRanges, ...]]:
+    """Those of the matrices ``found`` that ``spec`` does not step element by element."""
+    for pattern in spec.elementwise:
+        if not any(fnmatchcase(one, pattern) for one in found):
+            near = difflib.get_close_matches(pattern, found, n=1, cutoff=0.3) or list(found)[:1]
+            raise UserError(
+                f'optimizer.adamw: "{pattern}" is the name of no matrix of the model; a name is {near[0]}, and * is '
+                "any text"
+            )
+    return {one: parts for one, parts in found.items() if not any(fnmatchcase(one, own) for own in spec.elementwise)}
+
+
+def _check_groups(spec: OptimizerSpec, parameters: list[str]) -> None:
+    for parameter in parameters:
+        if len(groups := spec.groups_of(parameter)) > 1:
+            raise UserError(
+                f"optimizer.groups: {parameter} is in the groups {' and '.join(groups)}; change the patterns of one"
+            )
+    for name, group in spec.groups.items():
+        for pattern in group.parameters:
+            one = replace(spec, groups={name: group.model_copy(update={"parameters": [pattern]})})
+            if not any(map(one.groups_of, parameters)):
+                near = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.3) or parameters[:1]
+                raise UserError(
+                    f'optimizer.groups.{name}.parameters: "{pattern}" is the name of no parameter of the model; a name '
+                    f"is {near[0]}, and * is any text"
+                )
+        if group.betas is not None and isinstance(spec, MatrixSpec):
+            for parameter in spec.matrices:
+                if name in spec.groups_of(parameter):
+                    raise UserError(
+                        f"optimizer.groups.{name}.betas = {group.betas}: {parameter} is a matrix, whose step has no "
+                        f"betas; remove them, or change optimizer.groups.{name}.parameters"
+                    )

@@ -72,7 +72,7 @@ def test_json_is_one_object_on_stdout(corpus: Path, tmp_path: Path, capsys: pyte
     assert inspected["sources"]["docs"]["content_hash"] == store.source("docs").content_hash
     assert inspected["sources"]["docs"]["bytes_per_token"] == prepared["sources"]["docs"]["bytes_per_token"]
     assert inspected["format_version"] == 2
-    extras = {"loss_mask": False, "document_arrays": {}, "origins": True}
+    extras = {"loss_mask": False, "token_arrays": {}, "document_arrays": {}, "origins": True}
     assert inspected["sources"]["docs"].items() >= extras.items()
     assert len(inspected["samples"]) == 3
     for sample in inspected["samples"]:
@@ -81,6 +81,19 @@ def test_json_is_one_object_on_stdout(corpus: Path, tmp_path: Path, capsys: pyte
         assert whole.startswith(sample["text"])
         assert sample["text"].startswith("document ")
         assert (corpus.parent / sample["origin"]["file"]).read_text().startswith(sample["text"])
+
+
+def test_a_source_whose_share_held_nothing_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("small", "later"):
+        (tmp_path / f"{name}.txt").write_text(f"some {name} text")
+    sources = '[sources.small]\npaths = ["small.txt"]\n[sources.later]\npaths = ["later.txt"]\nvalidation = 0.9999\n'
+    (tmp_path / "corpus.toml").write_text(f'tokenizer = "ascii"\nvalidation = 0.01\n{sources}')
+    assert main(["data", "prepare", str(tmp_path / "corpus.toml"), "--out", str(tmp_path / "store")]) == 0
+    note = "note: no document of small was held out; use more documents or a larger validation share\n"
+    assert note in capsys.readouterr().out
+    (tmp_path / "corpus.toml").write_text(f'tokenizer = "ascii"\n{sources}')
+    assert main(["data", "prepare", str(tmp_path / "corpus.toml"), "--out", str(tmp_path / "other")]) == 0
+    assert "note:" not in capsys.readouterr().out
 
 
 def test_suffixes_choose_the_files(corpus: Path, tmp_path: Path) -> None:

@@ -140,6 +140,24 @@ def test_skipped_data_moves_the_position() -> None:
             SkippedRanges.of([record])
 
 
+def test_no_rollback_brings_skipped_data_back() -> None:
+    """Rollbacks to anywhere, also before a skip: of a parent, or whose checkpoint is lost. Steps of one token."""
+    generator, moved, steps = np.random.default_rng(0), 0, 40
+    for _ in range(300):
+        skips, bad = SkippedRanges(), set[int]()
+        for _ in range(4):
+            start, stop = sorted(generator.choice(steps, 2, replace=False).tolist())
+            moved += any(start < at for at, _ in skips.records)
+            trained = {skips.position(token) for token in range(start, stop)}
+            left_out = set(range(skips.position(steps))) - {skips.position(token) for token in range(steps)}
+            bad |= trained | left_out
+            skips = skips.adding(start, skips.length_back_to(start, stop, steps))
+            again = {skips.position(token) for token in range(start, steps)}
+            assert not again & bad, (skips.records, start, stop)
+    assert moved > 300
+    assert SkippedRanges().adding(30, 5).length_back_to(10, 15, 20) == 5, "a skip behind the end of the run"
+
+
 @pytest.mark.parametrize("packing", ["concat", "whole"])
 def test_a_jump_leaves_out_exactly_the_steps_that_were_skipped(store: TokenStore, packing: Any) -> None:
     plain, jumping = (make_loader(store, packing=packing) for _ in range(2))

@@ -327,7 +327,14 @@ def test_mistakes(made: Path, tmp_path: Path, byte_tokenizer: TiktokenTokenizer)
     refused("classes: .*old has x, y; remove the key", corpus(made, "more", classes=["y", "x"]))
     refused("weight: .*rest.* of .*old has no weight in the corpus file", corpus(made, "more", weights={"more": 1.0}))
     table = {**LAYOUT, "sources": {"lines": {"paths": [str(made / "lines")]}}}
-    refused("sources.lines.label_field: .*has labels", make_corpus(table, origin=""))
+    refused("sources.lines.label_field: the source lines in .*has labels", make_corpus(table, origin=""))
+    held_out = {**LAYOUT, "sources": {"lines": {"paths": [str(made / "lines")], "label_field": "kind"}}}
+    held_out["sources"]["lines"]["validation"] = 0.999
+    held_out["sources"]["rest"] = {"paths": [str(made / "rest")]}
+    prepare(make_corpus(held_out, origin=""), tmp_path / "held-out", options())
+    refused(
+        "label_field: the source lines-validation in .*has labels", make_corpus(table, origin=""), tmp_path / "held-out"
+    )
     write_lines(tmp_path / "odd" / "0.jsonl", [text(9000)])
     (tmp_path / "odd/0.jsonl").write_text((tmp_path / "odd/0.jsonl").read_text().replace('"x"', '"z"'))
     with pytest.raises(UserError, match="z"):

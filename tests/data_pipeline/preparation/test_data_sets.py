@@ -6,14 +6,16 @@ they are written by pyarrow in the same form: these tests passed both ways with 
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightscale.data_pipeline.preparation import sources
 from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, read
 from lightscale.data_pipeline.preparation.readers.inputs import Problems, ReadOptions
+from lightscale.data_pipeline.preparation.readers.remote import RemotePath, RemoteStatus
 from lightscale.data_pipeline.preparation.sources import FileLister
 from lightscale.errors import UserError
 
@@ -128,6 +130,32 @@ def test_splits_on_the_hub_are_not_mixed(tmp_path: Path, train: str, test: str, 
     assert Path(train).name in documents[0].id
     (tmp_path / "snapshots" / test).unlink()
     assert texts(documents_of(tmp_path / "snapshots")) == ROWS["text"]
+
+
+@pytest.mark.parametrize(
+    ("names", "example"),
+    [
+        (("set/train-00000-of-00001.parquet", "set/test-00000-of-00001.parquet"), "train*"),
+        (("set/default/train/0.parquet", "set/default/test/0.parquet"), "default/train"),
+        (("set/dataset_dict.json", "set/a/state.json", "set/b/state.json"), "a"),
+        (("set/c4-train.00000-of-00001.jsonl.gz", "set/c4-validation.00000-of-00001.jsonl.gz"), "c4-train*"),
+    ],
+)
+def test_splits_below_a_prefix_of_s3_are_not_mixed(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], example: str
+) -> None:
+    def found(entry: str, chosen: Iterable[str]) -> None:
+        listed = [(name, RemotePath(f"s3://bucket/{name}")) for name in chosen]
+        monkeypatch.setattr(sources, "list_files", lambda entry: iter(listed))
+        list(FileLister(Problems()).files([entry]))
+
+    monkeypatch.setattr(RemotePath, "stat", lambda path: RemoteStatus(st_size=1, st_mtime_ns=0, gives_parts=True))
+    with pytest.raises(UserError, match=r"s3://bucket/set.*: a data set with the splits \w+, \w+; ") as refused:
+        found("s3://bucket/set/", names)
+    assert str(refused.value).endswith(f" like s3://bucket/set/{example}")
+    # One of them, and what a pattern has chosen.
+    found("s3://bucket/set", names[:1])
+    found("s3://bucket/set/*", [name.rpartition("/")[2] for name in names])
 
 
 def test_files_that_only_sound_like_splits_are_read(tmp_path: Path) -> None:

@@ -223,6 +223,18 @@ def test_parts_have_what_the_file_has(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (set(points) == {FIRST.point}) == (name in ONE_POINT), kind
 
 
+def test_records_that_come_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a part begins, its first buffer may have a single byte, which warcio took for the begin of gzip."""
+    raw, path = crawl(20), tmp_path / "d.warc.gz"
+    path.write_bytes(gzip.compress(raw))
+    whole = read_parts(path, 10**9)[0]
+    header = 15  # of gzip and of its first stored block
+    path.write_bytes(gzip.compress(raw, compresslevel=0))
+    for size in (header, header + 1, header + 2):
+        monkeypatch.setattr(streams, "_COMPRESSED_READ_BYTES", size)
+        assert read_parts(path, 10**9)[0] == whole, size
+
+
 def test_what_another_process_has_finished_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part ends elsewhere than the one that this process has just read: nothing comes twice or is left out."""
     monkeypatch.setattr(streams, "_COMPRESSED_READ_BYTES", READ_BYTES)

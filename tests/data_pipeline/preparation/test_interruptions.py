@@ -445,6 +445,27 @@ def test_finished_units_are_not_done_again(
     assert contents(interrupted) == contents(whole)
 
 
+@pytest.mark.parametrize("lost", ["tokens", "hashes/tokens"])
+def test_shards_that_a_power_failure_took_are_written_again(
+    corpus: Path, whole: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Their records are in another directory, which may have reached the disk before."""
+
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lightscale.data_pipeline.preparation.prepare.publish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            resume(corpus, interrupted)
+    shards = [path for path in interrupted.with_name("store.work").glob(f"store/*/{lost}/c") if path.is_dir()]
+    assert shards
+    for path in shards:
+        shutil.rmtree(path)
+    resume(corpus, interrupted)
+    assert contents(interrupted) == contents(whole)
+
+
 def test_stopped_while_tidying_up_it_only_tidies_up(
     corpus: Path, whole: Path, interrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

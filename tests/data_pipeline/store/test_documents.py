@@ -1,4 +1,4 @@
-"""What tasks keep of tokens and documents: a loss mask, arrays of documents; and where documents came from."""
+"""What tasks keep of tokens and documents: a loss mask, arrays of both; and where documents came from."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import zarr
 
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
+from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.errors import UserError
 
@@ -64,6 +65,62 @@ def test_masks_and_arrays_come_back_and_plain_zarr_reads_them(
         text.document_values("label", 0, 1)
 
 
+def test_arrays_of_tokens_come_back_are_verified_and_decide_the_fingerprint(
+    tmp_path: Path, byte_tokenizer: TiktokenTokenizer
+) -> None:
+    generator = np.random.default_rng(1)
+    texts = [generator.integers(0, 256, length, dtype=np.uint32) for length in (0, 5, 70, 1, 9, 40)]
+    weights = [generator.standard_normal(len(ids) + 1).astype(np.float32) for ids in texts]
+    pairs = [generator.integers(0, 9, (len(ids) + 1, 2)).astype(np.int32) for ids in texts]
+    fingerprints = set()
+    for number, change in enumerate((0, 1)):
+        weights[3][1] += change
+        path = tmp_path / str(number)
+        with StoreWriter(path, byte_tokenizer, shard_tokens=64, chunk_tokens=16) as writer:
+            source = writer.source("a", has_loss_mask=True, tokens={"weight": "float32", "pair": ("int32", (2,))})
+            for ids, weight, pair in zip(texts, weights, pairs, strict=True):
+                source.append(ids, num_bytes=0, tokens={"weight": weight, "pair": pair})
+            writer.finish({})
+        store = TokenStore(path)
+        fingerprints.add(store.fingerprint())
+        opened = store.source("a")
+        types = {"loss_mask": np.dtype("u1"), "pair": np.dtype(("<i4", (2,))), "weight": np.dtype("<f4")}
+        assert opened.token_arrays == types
+        for name, values in (("weight", np.concatenate(weights)), ("pair", np.concatenate(pairs))):
+            assert np.array_equal(opened.token_values(name, 0, opened.num_tokens), values)
+            assert np.array_equal(opened.token_values(name, 60, 70), values[60:70]), "over the edge of two shards"
+            assert np.array_equal(zarr.open_array(path / "a" / f"per_token.{name}", mode="r")[:], values)
+        assert opened.token_values("loss_mask", 0, 9).tolist() == [1] * 9
+        assert verify_store(path, lambda step, done, total: None).faults == []
+    assert len(fingerprints) == 2
+    with pytest.raises(UserError, match=r"source a: no token array 'reward'; it has loss_mask, pair, weight"):
+        opened.token_values("reward", 0, 1)
+    shard = path / "a/per_token.weight/c/1"
+    raw = bytearray(shard.read_bytes())
+    raw[7] ^= 1
+    shard.write_bytes(raw)
+    (fault,) = verify_store(path, lambda step, done, total: None).faults
+    assert "per_token.weight/c/1" in fault
+    assert "block 0 (per_token.weight 64 to 127)" in fault
+    with pytest.raises(UserError, match=r"per_token.weight/c/1"):
+        TokenStore(path).source("a").token_values("weight", 64, 65)
+
+
+def test_a_store_without_arrays_is_what_it_always_was(tmp_path: Path, byte_tokenizer: TiktokenTokenizer) -> None:
+    with StoreWriter(tmp_path / "store", byte_tokenizer, shard_tokens=64, chunk_tokens=16) as writer:
+        source = writer.source("a")
+        for length in (3, 90, 7):
+            source.append(np.arange(length, dtype=np.uint32), num_bytes=length)
+        writer.finish({})
+    group = zarr.open_group(tmp_path / "store/a", mode="r")
+    assert sorted(name for name, _ in group.arrays()) == ["doc_ends", "tokens"]
+    assert set(group.attrs) == {
+        *("split", "documents", "tokens", "bytes", "content_hash", "shard_hashes", "block_bytes", "block_hashes"),
+    }
+    # Computed by the version before stores had arrays of tokens.
+    assert group.attrs["content_hash"] == "b1d56a9cdba518ae9ee29b95838fc202"
+
+
 def test_a_mask_is_part_of_what_a_store_is(tmp_path: Path, byte_tokenizer: TiktokenTokenizer) -> None:
     fingerprints = set()
     for number, mask in enumerate(([0, 1, 1], [1, 1, 1], [0, 1, 0], None)):
@@ -80,6 +137,11 @@ def test_a_mask_is_part_of_what_a_store_is(tmp_path: Path, byte_tokenizer: Tikto
     [
         ({"loss_mask": [1, 0]}, "loss_mask of shape .2,.: must be 3 values of 0 and 1"),
         ({"loss_mask": [1, 0, 2]}, "must be 3 values of 0 and 1"),
+        ({"tokens": {}}, r"tokens \[\]: the source has \['weight'\]"),
+        (
+            {"tokens": {"weight": [1.0] * 3}},
+            r"tokens: weight = float64 of shape \(3,\): must be float32 of shape \(4,\)",
+        ),
         ({"documents": {}}, r"documents \[\]: the source has \['label', 'target'\]"),
         ({"documents": {"label": 1, "target": [1.0] * 3, "more": 1}}, "the source has"),
         ({"documents": {"label": [1], "target": [1.0] * 3}}, r"label = \[1\]: must be int32 of shape \(\)"),
@@ -91,13 +153,18 @@ def test_values_that_a_source_does_not_take(
     tmp_path: Path, byte_tokenizer: TiktokenTokenizer, arguments: dict[str, Any], message: str
 ) -> None:
     with StoreWriter(tmp_path / "store", byte_tokenizer) as writer:
-        source = writer.source("a", has_loss_mask=True, documents={"label": "int32", "target": ("float32", (3,))})
+        documents = {"label": "int32", "target": ("float32", (3,))}
+        source = writer.source("a", has_loss_mask=True, tokens={"weight": "float32"}, documents=documents)
         with pytest.raises(ValueError, match=message):
             source.append(
                 np.arange(3, dtype=np.uint32),
                 num_bytes=3,
-                **{"documents": {"label": 1, "target": [1.0] * 3}, **arguments},
+                **{"documents": {"label": 1, "target": [1.0] * 3}, "tokens": {"weight": [1.0] * 4}, **arguments},
             )
+        with pytest.raises(ValueError, match="tokens: loss_mask: create the source with has_loss_mask"):
+            writer.source("e", tokens={"loss_mask": "uint8"})
+        with pytest.raises(ValueError, match=r"token array 'w' of float64"):
+            writer.source("f", tokens={"w": "float64"})
         with pytest.raises(ValueError, match="document array"):
             writer.source("b", documents={"label": "complex64"})
         with pytest.raises(ValueError, match="document array 'a/b'"):

@@ -239,7 +239,7 @@ def test_a_limit_on_file_size_is_met_like_a_full_disk(
     )
     assert result.returncode == 0, result.stderr
     assert "store: cannot write the store" in result.stdout
-    assert os.strerror(errno.EFBIG) in result.stdout
+    assert os.strerror(errno.EFBIG) in result.stdout and "raise the limit of the size of files" in result.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["earlier"]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 

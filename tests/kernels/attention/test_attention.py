@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightscale.kernels.attention import DocumentAttention, documents, read_starts, tiled
+from lightscale.kernels.attention import DocumentAttention, documents, flash_parts, read_starts, tiled
 from lightscale.models.layers.context import SequenceContext
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
@@ -265,6 +265,88 @@ def test_flash_attention_gets_the_documents(monkeypatch: pytest.MonkeyPatch, cas
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", variable_length)
     positions, inputs, cotangent = drawn(case)
     assert_equal_to_dense(attention_of(positions, inputs[1].size(1)).flash, positions, inputs, cotangent)
+
+
+def packed(
+    q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, causal: bool, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:  # fmt: skip
+    """Of each run its queries, its keys, and the scores as flash attention hides them."""
+    for (first, last), (begin, end) in zip(pairwise(queries.tolist()), pairwise(keys.tolist()), strict=True):
+        place = torch.arange(last - first)[:, None] + (end - begin) - (last - first)
+        number = torch.arange(end - begin)
+        seen = number <= place if causal else torch.ones(last - first, end - begin, dtype=torch.bool)
+        if window_size_left is not None:
+            assert window_size_left >= 0
+            assert window_size_right == (0 if causal else -1)
+            seen = seen & (number >= place - window_size_left)
+        assert seen.any(dim=1).all(), "flash attention is not asked for queries that read nothing"
+        scores = torch.einsum("thk, shk -> hts", q[first:last], k[begin:end]) / WIDTH**0.5
+        yield slice(first, last), slice(begin, end), scores.masked_fill(~seen, -torch.inf)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest: int, most: int, dropout: float,
+    causal: bool, debug: bool, **window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert (longest, most) == (int(queries.diff().max()), int(keys.diff().max()))
+    o, lse = torch.empty_like(q), q.new_empty(q.size(1), len(q))
+    for rows, columns, scores in packed(q, k, queries, keys, causal, **window):
+        o[rows] = torch.einsum("hts, shk -> thk", scores.softmax(-1), v[columns])
+        lse[:, rows] = scores.logsumexp(-1)
+    return o, lse
+
+
+def flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, queries: Tensor, keys: Tensor, longest: int,
+    most: int, dropout: float, causal: bool, *random: Tensor, **window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """By the outputs and normalisers it is given, which may be of more keys."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for rows, columns, scores in packed(q, k, queries, keys, causal, **window):
+        weights = (scores - lse[:, rows, None]).exp()
+        inner = torch.einsum("thk, shk -> hts", do[rows], v[columns])
+        ds = weights * (inner - (do[rows] * o[rows]).sum(-1).mT[..., None]) / WIDTH**0.5
+        dq[rows] = torch.einsum("hts, shk -> thk", ds, k[columns])
+        dk[columns] = torch.einsum("hts, thk -> shk", ds, q[rows])
+        dv[columns] = torch.einsum("hts, thk -> shk", weights, do[rows])
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize(
+    ("after", "window"),
+    [(None, None), (None, 7), (None, 30), ((0, 0), None), (AFTER, None)],
+    ids=["causal", "window 7", "window 30", "ended", "goes on"],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_the_keys_by_flash_attention_are_tiles(
+    monkeypatch: pytest.MonkeyPatch, case: str, after: tuple[int, ...] | None, window: int | None
+) -> None:
+    """Its operators are for GPUs only: plain ones with their meaning show that runs are all that is read, once."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    positions, inputs, cotangent = drawn(case, 0 if after is None else BEHIND)
+    q, k, v = (x.detach() for x in inputs)
+    ranges = replace(attention_of(positions, k.size(1), after), window=window).ranges
+    sinks = torch.randn(HEADS, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    results = []
+    for forward, backward in (
+        (lambda sums, *x: sums.add(*x, None), lambda *x: tiled.add_gradients(*x, None)),
+        (flash_parts.flash, flash_parts.flash_gradients),
+    ):
+        sums, edges = tiled.AttentionSums.before(q, sinks), [0, 41, 75, k.size(1)]
+        parts = [(min(a, k.size(1)), min(b, k.size(1))) for a, b in pairwise(edges)]
+        for a, b in parts:
+            forward(sums, q, k[:, a:b], v[:, a:b], ranges.of_part(a, b))
+        cotangents = tiled.Cotangents.of(cotangent, sums.o, sums.lse)
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for a, b in parts:
+            inside = slice(a, b)
+            found = (dq, dk[:, inside], dv[:, inside])
+            backward(found, cotangents, (q, k[:, inside], v[:, inside]), ranges.of_part(a, b))
+        results.append((sums.o, sums.lse, dq, dk, dv))
+    for found_one, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found_one, expected, rtol=1e-12, atol=1e-12)
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, positions: Tensor) -> int:

@@ -222,6 +222,16 @@ def test_a_runs_own_configuration_stands_for_the_run(folder: Path, launched: lis
         (["train.device=cuda"], "torch sees no GPU"),
         (["model.vocab_size=299"], "model.vocab_size = 299 is less than the 300 tokens"),
         (["data.store=nowhere"], "nowhere"),
+        (["model.grid={shape=[5,4]}"], "sequence_length = 64 cuts documents of 21 tokens (model.grid); use 63"),
+        (["model.grid={shape=[7,9]}"], "document 0 has 200 tokens, but model.grid has 64"),
+        (["model.grid={shape=[7,9]}", 'data.packing="joined"'], 'data.packing = "joined" with model.grid'),
+        (
+            [
+                *('model.mixer="lightnet"', "model.grid={shape=[4,16],leading_tokens=0}"),
+                *("parallel.sequence=8", "--processes", "8"),
+            ],
+            "parallel.sequence = 8 cuts sequences of 64 tokens into segments that are no multiples of the 16 tokens",
+        ),
         (["data.sources={poems=1.0}"], "poems"),
         (['data.validation.books.source="books"'], "data.validation.books.source: no source 'books' in "),
         (
@@ -270,7 +280,7 @@ import os, sys, types
 with open(os.environ["PROGRAMS"], "a") as file:
     file.write(f"{os.getpid()}\\n")
 
-def train(config, run, allow, hold, planned_memory_bytes, begin_evaluation):
+def train(config, run, allow, hold, planned_memory_bytes, begin_evaluation, store):
     assert not allow
     if os.environ["RANK"] == "0":
         attempt = run.begin_attempt(world_size=int(os.environ["WORLD_SIZE"]))

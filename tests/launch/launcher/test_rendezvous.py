@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from lightscale.launch.launcher import rendezvous as address
-from lightscale.launch.launcher.rendezvous import CannotStart, Rendezvous, is_free
+from lightscale.launch.launcher.rendezvous import CannotStart, Rendezvous
+from lightscale.parallel.rendezvous.sockets import listen
 
 SHORT_S = 1.0
 # What a busy machine may add.
@@ -117,4 +118,4 @@ def test_ranks_of_other_hosts_that_come_first_change_nothing() -> None:
         stopping.set()
         for thread in threads:
             thread.join()
-    assert is_free(port)
+    listen(port, on_one_host=False).close()

@@ -29,6 +29,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory, launch_each: Callable[...,
         "progress@4": AGAIN | {"max_cycles": 1},
         "mistake": AGAIN,
         "wall": AGAIN | {"max_cycles": 5},
+        "limit": AGAIN | {"max_cycles": 5},
         "late@1": AGAIN,
     }
     return launch_each(tmp_path_factory.mktemp("endings"), behaviours)
@@ -91,6 +92,19 @@ def test_two_starts_that_end_alike_before_a_step_are_enough(endings: dict[str, E
     assert last.startswith("given up after 2 starts in a row without a new checkpoint; last failure: rank ")
     assert re.search(r"RuntimeError: no thread for process \d+ \(step 0, starting\)$", last)
     assert len({event["reason"] for event in ended.events("failed")}) == 2
+
+
+def test_a_limit_is_met_twice_also_behind_steps(endings: dict[str, Ended]) -> None:
+    """Whatever error it is each time: no stack, the remedy in the last line, and the code for what needs attention."""
+    ended = endings["limit"]
+    assert (ended.code, launches(ended)) == (78, 2), ended.output
+    assert "Traceback" not in ended.output
+    last = ended.output.splitlines()[-1]
+    assert last == ended.status["reason"] and ended.status["status"] == "stopped"
+    assert "rank 1: RuntimeError: DefaultCPUAllocator: can't allocate memory" in last
+    assert "; free memory, raise its limit (`ulimit -v`), or use smaller batches" in last
+    # Where it was met can still be read.
+    assert "MemoryError" in (ended.run / "logs" / "launch-0001" / "rank-1.err").read_text()
 
 
 def test_an_exchange_that_times_out_names_who_did_not_come(endings: dict[str, Ended]) -> None:

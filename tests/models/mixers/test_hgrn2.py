@@ -15,7 +15,7 @@ from torch import Tensor
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.lightning import lightning_attention_reference
 from lightscale.models.layers.context import SequenceContext
-from lightscale.models.mixers.hgrn2 import log_forget, lower_bounds
+from lightscale.models.mixers.hgrn2 import lower_bounds
 
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
 mixers = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_mixers.py")))
@@ -130,59 +130,6 @@ def test_a_fixed_forget_gate_is_tnl_with_scaled_keys(built: dict[str, Any]) -> N
         o, _ = lightning_attention_reference(plain.silu(q), k, v, log_decay)
         expected = plain.norm(MODEL, o[0].flatten(1)) @ built["weights"][OUT_PROJ].T
         assert plain.error(out[:, row], expected) < 1e-10
-
-
-LOGITS = [-1e4, -EXTREME, -90.0, -87.0, -50.0, -20.0, -1.0, 0.0, 1.0, 20.0, 50.0, 87.0, EXTREME, 1e4]
-BOUNDS = [0.0, 1e-30, 1e-6, 0.2, 0.5, 0.8, 1 - 1e-6]
-
-
-def forget_in_fp64(logits: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """log f and 1 - f: f = (1 + β e^-x) / (1 + e^-x), 1 - f = (1 - β) / (1 + e^x); log1p(f - 1) where f is near 1."""
-    zero = torch.zeros_like(logits)
-    log_f = torch.logaddexp(zero, bounds.log() - logits) - torch.logaddexp(zero, -logits)
-    key = (1 - bounds) * torch.exp(-torch.logaddexp(zero, logits))
-    return torch.where(key < 0.1, torch.log1p(-key), log_f), key
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_forget_gates_are_accurate_at_both_ends(dtype: torch.dtype) -> None:
-    bounds = torch.tensor(BOUNDS, dtype=dtype)
-    logits = torch.tensor(LOGITS, dtype=dtype)[:, None].expand(-1, len(BOUNDS)).contiguous()
-    found = log_forget(logits, bounds)
-    expected = forget_in_fp64(logits.double(), bounds.double())
-    for ours, theirs in zip(found, expected, strict=True):
-        # What is below the smallest normal number may be 0.
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5 if dtype == torch.float32 else 1e-10, atol=2e-38)
-    assert (found[0] <= 0).all()
-
-
-def test_gradients_of_forget_gates_are_finite_at_both_ends() -> None:
-    for dtype in (torch.float32, torch.float64):
-        bounds = torch.tensor(BOUNDS, dtype=dtype, requires_grad=True)
-        logits = torch.tensor(LOGITS, dtype=dtype)[:, None].expand(-1, len(BOUNDS)).contiguous().requires_grad_()
-        log_f, key = log_forget(logits, bounds)
-        found = torch.autograd.grad(1e3 * log_f.sum() + key.sum(), [logits, bounds])
-        assert all(gradient.isfinite().all() for gradient in found)
-        # d log f / dx = (1 - β) sigmoid(x) sigmoid(-x) / f: at most 1, and 1 where only the sigmoid is left of f.
-        assert found[0].abs().max() <= 1e3 + 1
-        torch.testing.assert_close(found[0][:5, 0], torch.full((5,), 1e3, dtype=dtype))
-
-
-def test_gradients_of_forget_gates_are_those_of_their_values() -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(5, 2, 3, dtype=torch.float64, generator=generator).mul_(3).requires_grad_()
-    bounds = torch.rand(2, 3, dtype=torch.float64, generator=generator).mul_(0.9).add_(0.05).requires_grad_()
-    assert torch.autograd.gradcheck(log_forget, (logits, bounds))
-    # A bound of 0 is a constant.
-    assert torch.autograd.gradcheck(lambda x: log_forget(x, torch.zeros(2, 3, dtype=torch.float64)), (logits,))
-
-
-def test_keys_are_rounded_once() -> None:
-    logits = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(4)).bfloat16()
-    bounds = torch.tensor(BOUNDS[:6]).view(2, 3)
-    (log_f, key), (expected_log, expected_key) = log_forget(logits, bounds, torch.bfloat16), log_forget(logits, bounds)
-    assert torch.equal(log_f, expected_log)
-    assert torch.equal(key, expected_key.bfloat16())
 
 
 def test_extreme_forget_gates_in_a_mixer(built: dict[str, Any]) -> None:

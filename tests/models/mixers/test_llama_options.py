@@ -59,7 +59,7 @@ AXES: dict[str, list[Any]] = {
 }
 """Values of each option, or tables of some that go together."""
 OF_MODEL: dict[str, list[Any]] = {
-    "norm_placement": ["pre", "post", "both"],
+    "norm_placement": ["pre", "post", "both", "by_mixer"],
     "zero_centered_norm": [False, True],
     "embedding_multiplier": [1.0, 5.5],
     "final_logit_cap": [None, 2.0],
@@ -80,6 +80,8 @@ SHAPE: dict[str, Any] = {
 }
 
 
+OTHER = "gated-delta-net"
+"""The mixer of the lower layer where norms differ by mixer."""
 LOCAL: dict[str, Any] = {"num_key_value_heads": 2, "qk_norm": "head", "rope_theta": 300.0, "window": 7}
 """Options of the lower layer."""
 USUAL = {"qk_norm": "head", "positions": "rope"}
@@ -105,6 +107,9 @@ def drawn() -> dict[str, ModelConfig]:
             options |= value if axis == "heads" else {axis: value}
         table = {**SHAPE, **dict(zip(OF_MODEL, next(of_model), strict=True))}
         table["mixer_options"] = {"llama": valid(options), "llama-local": LOCAL}
+        if table["norm_placement"] == "by_mixer":
+            # The lower layer has its norms elsewhere.
+            table |= {"mixer": [OTHER, "llama"], "mixer_options": {"llama": valid(options)}}
         model = ModelConfig.model_validate(table)
         if model not in found.values():
             found[f"drawn-{len(found)}"] = model

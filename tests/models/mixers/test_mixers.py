@@ -42,11 +42,13 @@ pytestmark = pytest.mark.timeout(600)
 HYBRID = "all in one stack"
 GROUPED = "grouped heads"
 CONVOLVED = "mamba-2"
+GRID = "images"
 CAUSAL: dict[str, list[str]] = {name: [f"{name}*2"] for name in reading("causal")}
 # Not CausalRN: under a seventh layer bf16's rounding at first tokens, which TNL's norm magnifies, fills the gradient.
 # Nor llama-local, whose class the stack has already.
 IN_ONE_STACK = [name for name in reading("causal") if name not in ("causal-rn", "llama-local")]
 CAUSAL |= {HYBRID: IN_ONE_STACK, GROUPED: ["tnl", "llama"], CONVOLVED: ["decay-attention*2"]}
+CAUSAL[GRID] = ["tnl", "cosformer2", "lightnet", "decay-attention"]
 """Stacks that generate."""
 WHOLE = "lightnet of whole documents"
 BOTH_WAYS = {name: [f"{name}*2"] for name, entry in MIXERS.items() if entry.directions == BIDIRECTIONAL}
@@ -71,6 +73,14 @@ MORE: dict[str, dict[str, Any]] = {
                 "output": "gated",
             }
         }
+    },
+    # Decays of their own weights, of which the operator takes whole heads; in rows of 3 tokens.
+    GRID: {
+        "grid": {"shape": [5, 3]},
+        "mixer_options": {
+            "lightnet": {"shared_decay": False},
+            "decay-attention": {"positions": "lrpe", "scale": False, "feature_map": "silu", "short_convolution": 3},
+        },
     },
     GROUPED: {
         "tie_word_embeddings": False,

@@ -1,6 +1,7 @@
 """The commands that `lightscale plan --nodes` prints: they run as they stand, for every shipped configuration."""
 
 import json
+import re
 import runpy
 import shlex
 from dataclasses import replace
@@ -100,10 +101,35 @@ def test_a_changed_batch_is_said_and_stands_in_the_line(capsys: pytest.CaptureFi
 def test_where_nothing_fits_the_least_nodes_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(CONFIGS / "llama-7b.toml"), "--nodes", "1", "--length", "4M"]
     out = plan(capsys, *words, code=1)
-    assert "1 node, sequences of 4M tokens: no layout fits; use at least 8 nodes\n" in out
+    assert "1 node, sequences of 4M tokens: no layout fits; use at least 4 nodes\n" in out
     assert "lightscale train" not in out
     (point,) = json.loads(plan(capsys, *words, "--json", code=1))["points"]
-    assert (point["least_nodes"], point["commands"]) == (8, None)
+    assert (point["least_nodes"], point["commands"]) == (4, None)
+
+
+def test_the_way_of_softmax_attention_is_chosen_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four ranks share the heads of an all-to-all, of which 32 have too few; nothing is said of linear mixers."""
+    words = [
+        str(CONFIGS / "llama-1b.toml"),
+        "--nodes",
+        "4",
+        "--length",
+        "128K",
+        "--layout",
+        "tensor=1,pipeline=1,sequence=",
+    ]
+    for ranks, alone in (("4", False), ("32", True)):
+        out = plan(capsys, *words[:-1], words[-1] + ranks)
+        (reason,) = [line for line in out.splitlines() if line.startswith("128K on nodes: 4: parallel.attention=")]
+        assert ("heads do not divide for all_to_all" in reason) == alone
+        assert "gather " in reason and "ring " in reason and f" on {ranks} sequence ranks" in reason
+        chosen = reason.partition("parallel.attention=")[2].split()[0]
+        _, overrides, _ = pasted(out, "submit")
+        assert load(CONFIGS / "llama-1b.toml", overrides).parallel.attention == chosen
+        times = {name: float(s) for name, s in re.findall(r"(\w+) ([0-9.]+) s a step and", reason)}
+        assert chosen == min(times, key=lambda name: times[name])
+    linear = plan(capsys, str(CONFIGS / "tnl-1b.toml"), "--nodes", "4", "--layout", "tensor=1,pipeline=1,sequence=4")
+    assert "parallel.attention=" not in linear
 
 
 def test_a_layout_overrides_whatever_the_configuration_says() -> None:

@@ -90,7 +90,10 @@ def test_each_step_is_there_once(open_sink: Callable[..., Any], tmp_path: Path) 
     assert again._run.id == sink._run.id
     write(again, range(4, 8), 2)
     again.go_back(4)
+    assert again._run.summary["void steps"] == "5 to 7"
     write(again, range(5, 9), 3)
+    again.go_back(7)
+    assert again._run.summary["void steps"] == "5 to 7, 8 to 8"
     again.close()
     rows = [row for row in history(tmp_path) if "train/loss" in row]
     shown = [(row["_step"], row["train/loss"], row["validation/held"]) for row in rows]

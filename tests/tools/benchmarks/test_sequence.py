@@ -39,6 +39,7 @@ NUMBERS = {
     "bi-rn": (48 + 1, 49 + (24 + 1) + 24, 48, 48 + 2 * 24),
     "tpe": (24 * 8 + 8, 200 + (12 * 8 + 8) + 12 * 8, 192, 192 + 2 * 96),
 }
+SOFTMAX = ("llama", "llama-local")
 BOTH_WAYS = ("lion-lit", "lion-retnet", "lion-s", "bi-rn")
 
 
@@ -75,14 +76,15 @@ def test_ranks_send_what_was_worked_out_by_hand_at_every_length(found: dict[str,
     assert sent(found, kind, "ring") == [([[1, state], [0, 0]], [[0, 0], [1, state]])] * 2
 
 
-def test_softmax_sends_keys_and_values_of_all_its_tokens(found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", SOFTMAX)
+def test_softmax_sends_keys_and_values_of_all_its_tokens(found: dict[str, Any], kind: str) -> None:
     keys = [4 * ROWS * tokens * 2 * HEADS * WIDTH for tokens in LENGTHS]
-    assert sent(found, "llama", "gather") == [([[1, size]] * 2, [[1, 2 * size]] * 2) for size in keys]
-    assert {case["exchange"] for case in found["cases"] if case["kind"] == "llama"} == {"gather"}
+    assert sent(found, kind, "gather") == [([[1, size]] * 2, [[1, 2 * size]] * 2) for size in keys]
+    assert {case["exchange"] for case in found["cases"] if case["kind"] == kind} == {"gather"}
 
 
 def test_times_are_reported_of_every_case(found: dict[str, Any]) -> None:
-    assert len(found["cases"]) == len(LENGTHS) * (3 * len(NUMBERS) + 1)
+    assert len(found["cases"]) == len(LENGTHS) * (3 * len(NUMBERS) + len(SOFTMAX))
     for case in found["cases"]:
         assert case["compute_s"] > 0 and case["exchange_s"] > 0
         assert case["waited_s"] >= 0 and 0 <= case["waited_to_compute"] < math.inf

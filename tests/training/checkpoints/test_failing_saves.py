@@ -103,10 +103,15 @@ def test_errors_of_the_disk_cost_a_checkpoint_and_nothing_else(
     run = RunDirectory(workplace / "faults")
     failed = events(run, "checkpoint_failed")
     assert [event["step"] for event in failed] == [9, 17, 25], "at the end of the next step"
-    texts = ["[Errno 5] Input/output error", "[Errno 28] No space left on device", "[Errno 5] Input/output error"]
+    texts = [
+        "[Errno 5] Input/output error",
+        "[Errno 28] No space left on device",
+        "[Errno 5] Input/output error",
+    ]
     for event, text in zip(failed, texts, strict=True):
         assert event["reason"].startswith(f"cannot write faults/checkpoints/step-{event['step'] - 1:08d}: ")
         assert text in event["reason"]
+        assert event["reason"].endswith("; free some space, or write to another disk") == ("No space" in text)
         assert event["in_a_row"] == 1, "the save in between has succeeded"
         assert f"{event['reason']}; training continues\n" in results[0][0][1]
     saved = [event["step"] for event in events(run, "checkpoint")]

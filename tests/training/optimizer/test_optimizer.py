@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightscale.config.layout import check_layout
 from lightscale.config.model import ModelConfig
+from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
@@ -27,7 +28,8 @@ from lightscale.parallel.optimizer_spec import MegatronSpec, OptimizerSpec
 from lightscale.planning.memory import assumptions, rank_memory
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
-from lightscale.training.optimizer.registry import OPTIMIZERS, optimizer_spec
+from lightscale.training.optimizer.adamw import AdamConfig, AdamWConfig
+from lightscale.training.optimizer.registry import optimizer_spec
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
 
@@ -38,12 +40,13 @@ RATE, DECAY, BETAS, EPS = 0.9, 0.3, (0.8, 0.98), 1e-7
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(MegatronSpec):
+    options: ClassVar[type[OptimizerConfig]] = OptimizerConfig
     state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     step_counter: ClassVar[str] = "steps of Adam"
     state_description: ClassVar[str] = "two means"
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig) -> Self:
+    def from_config(cls, config: OptimizerConfig, total_steps: int) -> Self:
         return cls(weight_decay=DECAY, grad_clip=0.0)
 
     def megatron_options(self) -> Mapping[str, Any]:
@@ -53,13 +56,14 @@ class Adam(MegatronSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumSpec(OptimizerSpec):
+    options: ClassVar[type[OptimizerConfig]] = OptimizerConfig
     state: ClassVar[tuple[str, ...]] = ("velocity",)
     step_counter: ClassVar[str] = "steps of momentum"
     state_description: ClassVar[str] = "the velocity"
     implementation: ClassVar[str] = "module_of_a_test:Momentum"
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig) -> Self:
+    def from_config(cls, config: OptimizerConfig, total_steps: int) -> Self:
         return cls(weight_decay=0.0, grad_clip=0.0)
 
 
@@ -107,7 +111,9 @@ class Momentum(Optimizer):
         self.steps = counters[self.spec.step_counter]
 
 
-SPECS: dict[str, type[OptimizerSpec]] = {"adam": Adam, "momentum": MomentumSpec}
+ADDED = {"coupled": "module_of_a_test:Adam", "momentum": "module_of_a_test:MomentumSpec"}
+"""As ``OPTIMIZERS`` has them."""
+NAMES = [*ADDED, "lion", "ademamix", "muon"]
 
 
 def held(engine: Engine) -> dict[str, Tensor]:
@@ -119,12 +125,14 @@ def held(engine: Engine) -> dict[str, Tensor]:
 def trained(rank: int, world_size: int, init_method: str, folder: str) -> dict[str, dict[str, Any]]:
     """Two steps, a checkpoint, a third step; and that step again from the checkpoint, in an engine of other weights."""
     module: Any = ModuleType("module_of_a_test")
-    module.Momentum = Momentum
+    module.Momentum, module.MomentumSpec, module.Adam = Momentum, MomentumSpec, Adam
     sys.modules["module_of_a_test"] = module
     found = {}
-    for name, spec in SPECS.items():
-        with mock.patch.dict(OPTIMIZERS, {"adamw": spec}):
-            with tiny.engine_on((1, 1, 1, 1), rank, f"{init_method}-{name}", **MODEL) as engine:
+    for name in NAMES:
+        with mock.patch.dict(OPTIMIZERS, ADDED):
+            spec = optimizer_class(name)
+            options: dict[str, Any] = {"optimizer": {"name": name}, **MODEL}
+            with tiny.engine_on((1, 1, 1, 1), rank, f"{init_method}-{name}", **options) as engine:
                 before, first = tiny.weights(engine), held(engine)
                 steps = tiny.train(engine, 0, 2)
                 Saver(Path(folder) / name, engine.mesh).save(engine, step=2, common={}, facts={})
@@ -133,15 +141,15 @@ def trained(rank: int, world_size: int, init_method: str, folder: str) -> dict[s
                 last = held(engine)
                 engine.reset_optimizer()
                 reset = held(engine)
-            with tiny.engine_on((1, 1, 1, 1), rank, f"{init_method}-{name}-2", seed=7, **MODEL) as engine:
+            with tiny.engine_on((1, 1, 1, 1), rank, f"{init_method}-{name}-2", seed=7, **options) as engine:
                 assert Checkpoints(Path(folder) / name, engine.mesh).restore(engine) is not None
                 tiny.train(engine, 2, 3)
                 resumed = tiny.differing(last, held(engine))
         found[name] = {
             "weights": [before, *(weights for _, _, weights in steps)],
             "gradients": [gradients for _, gradients, _ in steps],
-            "keys": {key.partition(".")[0] for key in last} - {"counters"},
-            "counters": counters,
+            "keys": {key.partition(".")[0] for key in last} - {"counters"} == {"model", *spec.state},
+            "counters": counters == {spec.step_counter: 2},
             "resumed": resumed,
             # The state of a first step, and the weights of the last.
             "reset": [key for key in tiny.differing(first, reset) if not key.startswith("model.")],
@@ -156,18 +164,18 @@ def optimized(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> 
     return result
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", NAMES)
 def test_another_optimizer_is_saved_resumed_and_reset(optimized: dict[str, dict[str, Any]], name: str) -> None:
     found = optimized[name]
-    assert found["keys"] == {"model", *SPECS[name].state}
-    assert found["counters"] == {SPECS[name].step_counter: 2}
+    assert found["keys"]
+    assert found["counters"]
     assert found["resumed"] == []
     assert found["reset"] == []
 
 
 def test_another_optimizer_of_megatron_computes_by_its_options(optimized: dict[str, dict[str, Any]]) -> None:
     """Weight decay as a part of the gradient, so that the means contain it."""
-    weights, gradients = optimized["adam"]["weights"], optimized["adam"]["gradients"]
+    weights, gradients = optimized["coupled"]["weights"], optimized["coupled"]["gradients"]
     for name in weights[0]:
         decay = 0.0 if weights[0][name].dim() == 1 or name.endswith("theta") else DECAY
         mean = square = torch.zeros_like(weights[0][name], dtype=torch.float64)
@@ -181,22 +189,33 @@ def test_another_optimizer_of_megatron_computes_by_its_options(optimized: dict[s
             assert tiny.error(weights[step][name].double() - before, change) < 1e-3, (step, name)
 
 
-def test_a_plan_counts_the_state_of_the_optimizer() -> None:
+@pytest.mark.parametrize(
+    ("name", "state_bytes", "words"),
+    [
+        ("adamw", 8, "Adam's two moments"),
+        ("lion", 4, "Lion's mean"),
+        ("ademamix", 12, "AdEMAMix's two means and second moment"),
+    ],
+)
+def test_a_plan_counts_the_state_of_the_optimizer(name: str, state_bytes: int, words: str) -> None:
     config = RunConfig(
         model=ModelConfig(**MODEL, vocab_size=128),  # type: ignore[arg-type]
         data=DataConfig(store=Path("store"), sequence_length=48),
-        optimizer=OptimizerConfig(lr=1e-3),
+        optimizer={"name": name, "lr": 1e-3},  # type: ignore[arg-type]
         train=TrainConfig(steps=1, global_batch_size=1, precision="bf16"),
     )
-    layout = check_layout(config, 1)
-    adamw = rank_memory(config, layout, 0)
-    with mock.patch.dict(OPTIMIZERS, {"adamw": MomentumSpec}):
-        momentum = rank_memory(config, layout, 0)
-        assert any("main weights and the velocity in fp32" in line for line in assumptions(config))
-    assert adamw.optimizer_bytes == 12 * adamw.parameters
-    assert momentum.optimizer_bytes == 8 * momentum.parameters
-    assert OPTIMIZERS["adamw"].from_config(config.optimizer).step_traffic_bytes == 30
-    assert MomentumSpec().step_traffic_bytes == 22
+    memory = rank_memory(config, check_layout(config, 1), 0)
+    assert memory.optimizer_bytes == (4 + state_bytes) * memory.parameters
+    assert any(f"main weights and {words} in fp32" in line for line in assumptions(config))
+    # Main weights and state are read and written, the fp32 gradient is read and the bf16 weight written.
+    assert (
+        optimizer_spec(config).step_traffic_bytes("embedding.word_embeddings.weight") == 2 * (4 + state_bytes) + 4 + 2
+    )
+
+
+def test_a_model_card_has_the_names_of_the_papers() -> None:
+    """It prints the names of the classes."""
+    assert {name: optimizer_class(name).__name__.lower() for name in OPTIMIZERS} == {name: name for name in OPTIMIZERS}
 
 
 def test_a_spec_is_read_without_torch() -> None:
@@ -208,16 +227,11 @@ def test_a_spec_is_read_without_torch() -> None:
     assert (done.stdout.strip(), done.stderr.strip()) == ("neither", "")
 
 
-def test_the_configuration_names_adam_and_adamw() -> None:
+@pytest.mark.parametrize(("kind", "is_decoupled"), [(AdamWConfig, True), (AdamConfig, False)])
+def test_the_configuration_names_adam_and_adamw(kind: Any, is_decoupled: bool) -> None:
     """The options are what Megatron computes them by; Adam with its decay in the gradient is trained above."""
-    for name, is_decoupled in (("adamw", True), ("adam", False)):
-        config = OptimizerConfig.model_validate({"name": name, "lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.2})
-        spec = optimizer_spec(config)
-        assert isinstance(spec, MegatronSpec)
-        options = spec.megatron_options()
-        assert (options["decoupled_weight_decay"], options["adam_beta2"], spec.weight_decay) == (
-            is_decoupled,
-            0.999,
-            0.2,
-        )
-        assert spec.state == ("exp_avg", "exp_avg_sq")
+    config = kind(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.2)
+    spec = optimizer_class(config.name).from_config(config, 1)
+    options = spec.megatron_options()
+    assert (options["decoupled_weight_decay"], options["adam_beta2"], spec.weight_decay) == (is_decoupled, 0.999, 0.2)
+    assert spec.state == ("exp_avg", "exp_avg_sq")

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from benchmarks.learning.printed_blocks import printed_blocks, printed_model
 from benchmarks.turns import positive
-from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.schedules.registry import learning_rate
+from lightscale.config.schema import DataConfig, RunConfig, TrainConfig
 from lightscale.data_pipeline.generators.copying import Copying
 from lightscale.errors import UserError
 from lightscale.parallel.mesh import start_mesh
 from lightscale.runs.run_directory import write_atomically
 from lightscale.training.build import build_engine
-from lightscale.training.schedule import learning_rate
+from lightscale.training.optimizer.adamw import AdamWConfig
 
 REACHED = 0.99
 WARMUP_STEPS, STEPS_TOLD = 50, 10
@@ -89,7 +90,7 @@ def config_of(cell: Cell, recipe: Recipe, *, vocab_size: int) -> RunConfig:
     return RunConfig(
         model=printed_model(cell.model, length=tokens, **shape),
         data=DataConfig(store=Path("none"), sequence_length=tokens),
-        optimizer=OptimizerConfig(lr=recipe.lr, warmup_steps=WARMUP_STEPS, betas=(0.9, 0.999), weight_decay=0.0),
+        optimizer=AdamWConfig(lr=recipe.lr, warmup_steps=WARMUP_STEPS, betas=(0.9, 0.999), weight_decay=0.0),
         train=TrainConfig(
             steps=recipe.steps, global_batch_size=recipe.batch, micro_batch_size=recipe.batch, seed=cell.seed
         ),

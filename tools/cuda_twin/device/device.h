@@ -25,6 +25,7 @@ enum kind {
   WRITE,       // the same, written
   FRESH,       // the same, handed out by the allocator of the stream; d: the record before which it was
   SHARED,      // the same; its memory is not handed out again before what the stream has got is done
+  GRAPH,       // a: launches, products, copies and fills in it; b: its number. Launched by the host, in one call
 };
 // The stream of what the host itself reads and writes in pinned memory.
 #define HOST_STREAM (~0ull)
@@ -41,6 +42,19 @@ void note(enum kind kind, void *stream, const char *name, uint64_t a, uint64_t b
 // That the work noted last on the stream reads and writes so much; where it does neither, an address is NULL.
 void note_accesses(void *stream, const char *name, const void *read, size_t read_bytes, const void *written,
                    size_t written_bytes);
+// Graphs (graphs.c). Errors are CUDA's; 0: none.
+// Whether the record is of a stream that is captured: it is in the graph then.
+bool capture(struct record made);
+bool captures_stream(void *stream);
+// Of what cannot be captured, on this stream: the capture ends. And of work on a stream whose capture has so ended.
+int refused_on(void *stream);
+int invalid_on(void *stream);
+// Of what no stream is given, and what the mode of this thread decides, unless `always`.
+int refused_here(bool always);
+int record_captured(void *event, void *stream);
+int wait_captured(void *stream, void *event);
+int refused_of_event(void *event);
+void forget_event(void *event);
 // For the generated stubs of calls that nothing here models.
 int unknown_call(const char *name);
 

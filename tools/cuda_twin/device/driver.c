@@ -35,10 +35,6 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
   OK;
 }
 CUresult cuGetErrorName(CUresult error, const char **text) { *text = error ? "CUDA_ERROR" : "CUDA_SUCCESS"; OK; }
-CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-  *status = CU_STREAM_CAPTURE_STATUS_NONE;
-  OK;
-}
 
 // Triton: a module is nothing, a function its name.
 CUresult cuModuleLoadData(CUmodule *module, const void *image) { *module = (CUmodule)&context; OK; }

@@ -15,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, REMOTE_ERROR = 6 };
+enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, REMOTE_ERROR = 6 };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, NUM_TYPES };
 enum { SUM, PROD, MAX, MIN, AVG, NUM_OPS };
 static const int sizes[NUM_TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -196,6 +196,8 @@ static int exchange(struct communicator *c, const char *own, size_t count, int t
   return SUCCESS;
 }
 enum { NO_OP = -1, ALL = -1 };
+// NCCL's own collectives can be captured; these, of which other processes take part, are not.
+#define REFUSED_IN_CAPTURES(stream) if (refused_on(stream)) return CUDA_ERROR
 
 // Of a collective that reads and writes so much; `given` counts in the records, whether it exchanges is returned.
 static bool collective(struct communicator *c, const char *name, size_t given, const void *from, size_t read, void *to,
@@ -209,6 +211,7 @@ static void keep(void *to, const void *from, size_t bytes) {
 }
 
 int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, struct communicator *c, void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   size_t bytes = count * sizes[type];
   if (op >= NUM_OPS) return INVALID_ARGUMENT;
   if (collective(c, "AllReduce", bytes, from, bytes, to, bytes, stream))
@@ -217,6 +220,7 @@ int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, st
   return SUCCESS;
 }
 int ncclAllGather(const void *from, void *to, size_t count, int type, struct communicator *c, void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   size_t bytes = count * sizes[type];
   if (collective(c, "AllGather", bytes, from, bytes, to, bytes * c->ranks, stream))
     return exchange(c, from, count, type, NO_OP, true, to, bytes, ALL);
@@ -226,6 +230,7 @@ int ncclAllGather(const void *from, void *to, size_t count, int type, struct com
 }
 int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, struct communicator *c,
                       void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   size_t bytes = count * sizes[type];
   if (op >= NUM_OPS) return INVALID_ARGUMENT;
   if (!collective(c, "ReduceScatter", bytes * c->ranks, from, bytes * c->ranks, to, bytes, stream)) {
@@ -239,6 +244,7 @@ int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op
   return SUCCESS;
 }
 int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, struct communicator *c, void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   size_t bytes = count * sizes[type];
   if (collective(c, "Broadcast", bytes, c->rank == root ? from : NULL, bytes, to, bytes, stream))
     return exchange(c, from, count, type, NO_OP, c->rank == root, to, 0, root);
@@ -250,6 +256,7 @@ int ncclBcast(void *buffer, size_t count, int type, int root, struct communicato
 }
 int ncclReduce(const void *from, void *to, size_t count, int type, int op, int root, struct communicator *c,
                void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   size_t bytes = count * sizes[type];
   if (op >= NUM_OPS) return INVALID_ARGUMENT;
   if (collective(c, "Reduce", bytes, from, bytes, c->rank == root ? to : NULL, bytes, stream))
@@ -258,6 +265,7 @@ int ncclReduce(const void *from, void *to, size_t count, int type, int op, int r
   return SUCCESS;
 }
 int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct communicator *c, void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   size_t bytes = count * sizes[type];
   if (!collective(c, "AlltoAll", bytes * c->ranks, from, bytes * c->ranks, to, bytes * c->ranks, stream)) {
     keep(to, from, bytes * c->ranks);
@@ -331,9 +339,11 @@ static int message(struct communicator *c, const char *name, bool sends, void *a
   return depth ? SUCCESS : finish_messages();
 }
 int ncclSend(const void *from, size_t count, int type, int peer, struct communicator *c, void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   return message(c, "Send", true, (void *)from, count * sizes[type], peer, stream);
 }
 int ncclRecv(void *to, size_t count, int type, int peer, struct communicator *c, void *stream) {
+  REFUSED_IN_CAPTURES(stream);
   return message(c, "Recv", false, to, count * sizes[type], peer, stream);
 }
 int ncclGroupStart(void) { depth++; return SUCCESS; }

@@ -23,8 +23,9 @@ bool computes(void) {
 }
 
 void note(enum kind kind, void *stream, const char *name, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
-  if (!recording && !(observer && observed >> kind & 1)) return;
   struct record made = {kind, (uint32_t)current_device(), (uint64_t)(uintptr_t)stream, name, a, b, c, d};
+  if (capture(made)) return;
+  if (!recording && !(observer && observed >> kind & 1)) return;
   if (recording) {
     pthread_mutex_lock(&mutex);
     if (num_records == capacity) {
@@ -77,7 +78,7 @@ void null_note_triton(const char *name, void *stream, uint64_t x, uint64_t y, ui
 // What Python knows of memory that an operation or a Triton kernel reads or writes. Of the host's, only pinned memory.
 void null_note_access(uint32_t kind, uint64_t stream, uint64_t address, uint64_t bytes, uint64_t what,
                       uint64_t before) {
-  if (!recording || !bytes || (stream == HOST_STREAM && memory_kind((void *)(uintptr_t)address) != 1)) return;
+  if (!bytes || (stream == HOST_STREAM && memory_kind((void *)(uintptr_t)address) != 1)) return;
   note(kind, (void *)(uintptr_t)stream, "", address, bytes, what, before);
 }
 // An operation that would launch a kernel and wait for a number, and is computed elsewhere.

@@ -89,24 +89,48 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int number) {
   snprintf(text, length, "0000:%02x:00.0", number + 1);
   OK;
 }
-cudaError_t cudaDeviceSynchronize(void) { note(HOST_WAIT, NULL, "cudaDeviceSynchronize", 0, 0, 0, 0); OK; }
-const char *cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : error ? "error of the null device" : "no error";
+static bool of_captures(cudaError_t error) {
+  return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
 }
-const char *cudaGetErrorName(cudaError_t error) { return error ? "cudaErrorOfNullDevice" : "cudaSuccess"; }
+const char *cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation               ? "out of memory"
+         : error == cudaErrorStreamCaptureIsolation       ? "dependency created on uncaptured work in another stream"
+         : error == cudaErrorStreamCaptureImplicit        ? "operation would make the legacy stream depend on a capture"
+         : error == cudaErrorStreamCaptureUnjoined        ? "capturing stream has unjoined work"
+         : error == cudaErrorStreamCaptureInvalidated     ? "operation failed due to a previous error during capture"
+         : of_captures(error)                             ? "operation not permitted when stream is capturing"
+         : error                                          ? "error of the null device"
+                                                          : "no error";
+}
+const char *cudaGetErrorName(cudaError_t error) {
+  return of_captures(error) ? "cudaErrorStreamCapture" : error ? "cudaErrorOfNullDevice" : "cudaSuccess";
+}
 static __thread cudaError_t last_error;
 static cudaError_t fail(cudaError_t error) { return last_error = error; }
+// Ends the function with an error, if there is one.
+#define TRY(call)                          \
+  do {                                     \
+    cudaError_t error_ = (cudaError_t)call; \
+    if (error_) return fail(error_);       \
+  } while (0)
+cudaError_t cudaDeviceSynchronize(void) {
+  TRY(refused_here(true));
+  note(HOST_WAIT, NULL, "cudaDeviceSynchronize", 0, 0, 0, 0);
+  OK;
+}
 cudaError_t cudaGetLastError(void) { cudaError_t error = last_error; last_error = cudaSuccess; return error; }
 cudaError_t cudaPeekAtLastError(void) { return last_error; }
 
 // Memory.
 static size_t used_now(void) { size_t used_bytes(void); return used_bytes(); }
 cudaError_t cudaMalloc(void **made, size_t bytes) {
+  TRY(refused_here(false));
   note(ALLOCATE, NULL, "cudaMalloc", bytes, 0, 0, 0);
   *made = device_memory(bytes);
   return *made ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFree(void *address) {
+  TRY(refused_here(false));
   if (address) note(ALLOCATE, NULL, "cudaFree", 0, 0, 0, 0);
   release_memory(address);
   OK;
@@ -114,11 +138,16 @@ cudaError_t cudaFree(void *address) {
 cudaError_t cudaMallocAsync(void **made, size_t bytes, cudaStream_t stream) { return cudaMalloc(made, bytes); }
 cudaError_t cudaFreeAsync(void *address, cudaStream_t stream) { return cudaFree(address); }
 cudaError_t cudaHostAlloc(void **made, size_t bytes, unsigned flags) {
+  TRY(refused_here(false));
   note(ALLOCATE, NULL, "cudaHostAlloc", bytes, 0, 0, 0);
   *made = host_memory(bytes);
   return *made ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
-cudaError_t cudaFreeHost(void *address) { release_memory(address); OK; }
+cudaError_t cudaFreeHost(void *address) {
+  TRY(refused_here(false));
+  release_memory(address);
+  OK;
+}
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
   *total = device_bytes();
   *free = *total - used_now();
@@ -142,36 +171,43 @@ static const char *direction(const void *to, const void *from) {
 static void note_copied(const void *to, const void *from, size_t to_bytes, size_t from_bytes, cudaStream_t stream) {
   note_accesses(stream, "copy", memory_kind(from) ? from : NULL, from_bytes, memory_kind(to) ? to : NULL, to_bytes);
 }
-static void copy(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+// A graph would read or write pageable memory whenever it is launched, and nobody waits for it.
+static cudaError_t refused_copy(const void *to, const void *from, cudaStream_t stream) {
+  return memory_kind(to) && memory_kind(from) ? invalid_on(stream) : refused_on(stream);
+}
+static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+  TRY(refused_copy(to, from, stream));
   note(COPY, stream, direction(to, from), bytes, 0, 0, 0);
   note_copied(to, from, bytes, bytes, stream);
-  move_bytes(to, from, bytes);
-}
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  copy(to, from, bytes, stream);
+  if (!captures_stream(stream)) move_bytes(to, from, bytes);
   OK;
 }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  return copy(to, from, bytes, stream);
+}
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
-  copy(to, from, bytes, NULL);
+  TRY(refused_here(false));
+  TRY(copy(to, from, bytes, NULL));
   note(HOST_WAIT, NULL, "cudaMemcpy", 0, 0, 0, 0);
   OK;
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int one, const void *from, int other, size_t bytes, cudaStream_t stream) {
-  copy(to, from, bytes, stream);
-  OK;
+  return copy(to, from, bytes, stream);
 }
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                               size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  TRY(refused_copy(to, from, stream));
   note(COPY, stream, direction(to, from), width * height, 0, 0, 0);
   if (height) note_copied(to, from, (height - 1) * to_pitch + width, (height - 1) * from_pitch + width, stream);
-  for (size_t row = 0; row < height; row++)
+  for (size_t row = 0; row < height && !captures_stream(stream); row++)
     move_bytes((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
   OK;
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
+  TRY(invalid_on(stream));
   note(FILL, stream, "memset", bytes, 0, 0, 0);
   note_accesses(stream, "memset", NULL, 0, to, bytes);
-  fill_bytes(to, value, bytes);
+  if (!captures_stream(stream)) fill_bytes(to, value, bytes);
   OK;
 }
 cudaError_t cudaMemset(void *to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, NULL); }
@@ -186,46 +222,33 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *made, unsigned flags, int
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { OK; }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; OK; }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { OK; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  TRY(refused_on(stream));
+  OK;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  TRY(refused_on(stream));
+  TRY(refused_here(false));
   note(HOST_WAIT, stream, "cudaStreamSynchronize", 0, 0, 0, 0);
   OK;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+  TRY(wait_captured(stream, event));
   note(WAIT, stream, "cudaStreamWaitEvent", (uint64_t)(uintptr_t)event, 0, 0, 0);
   OK;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-  *status = cudaStreamCaptureStatusNone;
-  OK;
-}
-// CUDA 12's headers rename this one to its second version, which has no edges, and have a third one with edges.
-#if CUDART_VERSION < 13000
-cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                        unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
-                                        size_t *count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  OK;
-}
-cudaError_t cudaStreamGetCaptureInfo_v3(
-#else
-cudaError_t cudaStreamGetCaptureInfo(
-#endif
-    cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
-    const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
-  OK;
-}
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { OK; }
 cudaError_t cudaEventCreate(cudaEvent_t *made) {
   *made = calloc(1, sizeof(struct timespec));
   return *made ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *made, unsigned flags) { return cudaEventCreate(made); }
-cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); OK; }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  forget_event(event);
+  free(event);
+  OK;
+}
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  TRY(record_captured(event, stream));
   clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
   note(EVENT, stream, "cudaEventRecord", (uint64_t)(uintptr_t)event, 0, 0, 0);
   OK;
@@ -233,8 +256,12 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
   return cudaEventRecord(event, stream);
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) { OK; }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  TRY(refused_of_event(event));
+  OK;
+}
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  TRY(refused_of_event(event));
   note(HOST_WAIT, NULL, "cudaEventSynchronize", (uint64_t)(uintptr_t)event, 0, 0, 0);
   OK;
 }
@@ -292,6 +319,7 @@ const char *grid_fault(uint64_t x, uint64_t y, uint64_t z, uint64_t threads, uin
 static cudaError_t launch(const void *stub, dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
   uint64_t threads = (uint64_t)block.x * block.y * block.z;
   const char *name = name_of(stub), *fault = grid_fault(grid.x, grid.y, grid.z, threads, shared);
+  TRY(invalid_on(stream));
   note(LAUNCH, stream, name, grid.x, grid.y, grid.z, threads);
   if (!fault) OK;
   fprintf(stderr, "null device: %s: %s: grid %u %u %u, block %u %u %u, shared memory %zu\n", fault, name, grid.x,

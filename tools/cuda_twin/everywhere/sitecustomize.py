@@ -1,15 +1,18 @@
 """With this folder on PYTHONPATH every process of a twin computes, from its import of PyTorch to its end.
 
 So whole commands run on the twin with all the processes that they start: launchers, ranks, workers of pytest, pools.
+Packages that TWIN_HIDES names are not found, as on a machine without them.
 Python imports a module of this name at its start, before anything else.
 """
 
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import DistributionFinder, PathDistribution
 from types import ModuleType
 
 
@@ -45,5 +48,31 @@ class _BehindTorch(MetaPathFinder, Loader):
         Computing().__enter__()
 
 
+class _WithoutHidden(PathFinder):
+    """Python's own, which finds nothing of what is hidden."""
+
+    names = frozenset(os.environ.get("TWIN_HIDES", "").split(","))
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """None for a module of a hidden package."""
+        if fullname.partition(".")[0] in cls.names:
+            return None
+        return super().find_spec(fullname, path, target)
+
+    @classmethod
+    def find_distributions(cls, context: DistributionFinder.Context | None = None) -> Iterable[PathDistribution]:
+        """Not those that are hidden: pytest loads plugins by their entry points."""
+        found = super().find_distributions(context or DistributionFinder.Context())
+        return (one for one in found if _canonical(one.name) not in cls.names)
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = _WithoutHidden
 if os.environ.get("NULL_DEVICE_COMPUTES") == "1":
     sys.meta_path.insert(0, _BehindTorch())

@@ -21,9 +21,10 @@ class Kind(enum.IntEnum):
     WRITE = 13
     FRESH = 14
     SHARED = 15
+    GRAPH = 16
 
 
-WORK = (Kind.LAUNCH, Kind.TRITON, Kind.PRODUCT, Kind.FILL)
-"""What the device is given to do beside copies and collectives; each is launched by the host."""
+WORK = (Kind.LAUNCH, Kind.TRITON, Kind.PRODUCT, Kind.FILL, Kind.GRAPH)
+"""What the device is given to do beside copies and collectives; each is launched by the host, a graph as one."""
 OF_MEMORY = (Kind.READ, Kind.WRITE, Kind.FRESH, Kind.SHARED)
 """Which memory it is done with: of ``ordering.py`` alone."""

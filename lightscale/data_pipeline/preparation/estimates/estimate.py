@@ -6,6 +6,7 @@ scaled by the bytes of files. Which documents are duplicates is known only when 
 """
 
 import heapq
+import json
 import time
 from array import array
 from collections import Counter
@@ -15,12 +16,14 @@ from typing import Any
 
 import xxhash
 
+from lightscale.data_pipeline.chat.prepared import Chat
+from lightscale.data_pipeline.chat.shapes import ChatFault
 from lightscale.data_pipeline.preparation import unit_parts
 from lightscale.data_pipeline.preparation.corpus import DEFAULT_VOCAB_SIZE, Corpus
 from lightscale.data_pipeline.preparation.dedup import NUM_BANDS, band_keys, document_key, signatures
 from lightscale.data_pipeline.preparation.filters import Chain
 from lightscale.data_pipeline.preparation.labels import class_of
-from lightscale.data_pipeline.preparation.normalise import normalise
+from lightscale.data_pipeline.preparation.normalise import normalise, valid_unicode
 from lightscale.data_pipeline.preparation.prepare import given_tokenizer
 from lightscale.data_pipeline.preparation.readers import RawDocument, cut_into_ranges, has_parts, read
 from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems, ReadOptions, SourceFile
@@ -292,7 +295,7 @@ def _kept_texts(
     corpus: Corpus, name: str, files: list[SourceFile], sample: int, found: SourceEstimate
 ) -> Iterator[str]:
     """The texts among the first documents of ``files`` that the filters keep; counts what it sees in ``found``."""
-    options, rules = corpus.read_options(name), corpus.filter_of(name)
+    options, rules, chat = corpus.read_options(name), corpus.filter_of(name), corpus.chats().get(name)
     for number, file in enumerate(files):
         # What a short file leaves of its share is for those behind it.
         wanted = -(-(sample - found.sampled) // (len(files) - number))
@@ -305,7 +308,7 @@ def _kept_texts(
             spent.lap("read")
             own.sampled += 1
             own.sampled_bytes += _num_bytes(raw)
-            text = normalise(raw.data).text
+            text = normalise(raw.data).text if chat is None else _text_of(chat, raw, name)
             spent.lap("normalise")
             text, rule = _judged(rules, text)
             spent.lap("filter")
@@ -318,6 +321,13 @@ def _kept_texts(
             else:
                 found.dropped[rule] += 1
             spent.begin()
+
+
+def _text_of(chat: Chat, raw: RawDocument, source: str) -> str:
+    try:
+        return chat.text_of(json.loads(valid_unicode(raw.data).text)).text
+    except ChatFault as fault:
+        raise UserError(f"{raw.id}: sources.{source}: {fault}") from fault
 
 
 class _Stopwatch:

@@ -132,7 +132,7 @@ def _loaded(path: str) -> tuple[NDArray[np.float32], float]:
 def _form(metadata: dict[str, str]) -> str | None:
     try:
         form = json.loads(metadata[_METADATA])["form"]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         return None
     return str(form)
 

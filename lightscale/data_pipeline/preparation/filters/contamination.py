@@ -4,7 +4,6 @@ Words are compared in lower case and without marks; of Chinese each character is
 appendix C) compares 13 words.
 """
 
-import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -21,10 +20,13 @@ from lightscale.config.section import MOST_ENTRIES, Count
 from lightscale.data_pipeline.preparation.filters.judgement import FileSection, Judgement
 from lightscale.data_pipeline.preparation.filters.repetition import Ngrams
 from lightscale.errors import UserError
+from lightscale.files import read_regular, unpacked_gzip
 
 _CHINESE = "\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CHINESE}]|[^\W_{_CHINESE}]+")
 _CACHED_WORDS = 2**16
+_MOST_BYTES = 2**32
+"""Of an evaluation set, which is read whole."""
 
 
 class ContaminationFilter(FileSection):
@@ -82,10 +84,10 @@ def _known(path: str, n: int) -> NDArray[np.uint64]:
 
 def _texts(path: Path) -> Iterator[str]:
     try:
-        raw = path.read_bytes()
-        data = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode(errors="replace")
-    except (OSError, EOFError) as error:
+        raw = read_regular(path, what="an evaluation set", most_bytes=_MOST_BYTES, follow_links=True)
+    except OSError as error:
         raise UserError(f"{path}: cannot read the evaluation set: {error}") from error
+    data = (unpacked_gzip(raw, path, most_bytes=_MOST_BYTES) if path.suffix == ".gz" else raw).decode(errors="replace")
     name = path.name.removesuffix(".gz")
     if not name.endswith((".jsonl", ".json")):
         yield data
@@ -95,7 +97,7 @@ def _texts(path: Path) -> Iterator[str]:
         if line.strip():
             try:
                 yield from _strings(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}: line {number} of the evaluation set is not JSON: {error}") from error
 
 

@@ -10,6 +10,7 @@ from lightscale.data_pipeline.preparation.readers.columns import (
     ROWS,
     column_fault,
     documents_of_batch,
+    too_large,
     top_names,
     wanted_columns,
 )
@@ -43,7 +44,7 @@ class Arrow(InputFormat):
         try:
             with file.path.open("rb") as content:
                 opened = pyarrow.ipc.open_file(content) if _is_file(content) else pyarrow.ipc.open_stream(content)
-                if (fault := column_fault(opened.schema, reading.options.text_field)) is not None:
+                if (fault := column_fault(opened.schema, reading.options)) is not None:
                     reading.problems.add(NO_TEXT, f"{file.id}: {fault}", file=file)
                     return
                 row, batches = _batches(opened, file_range)
@@ -51,11 +52,25 @@ class Arrow(InputFormat):
                 for batch in batches:
                     for start in range(0, batch.num_rows, ROWS):
                         part = batch.slice(start, ROWS).select(columns)
+                        for column in part.columns:
+                            _require_sound(column)
                         yield from documents_of_batch(part, file.id, row, reading)
                         row += part.num_rows
         except pyarrow.ArrowException as error:
             reading.problems.add(UNREADABLE, f"{file.id}: after row {row}: {one_line(error)}", file=file)
+        except MemoryError:
+            raise too_large(file, row) from None
         reading.advance(file_range.num_bytes)
+
+
+def _require_sound(column: Any) -> None:
+    """ArrowInvalid where offsets lead out of the file's buffers, which pyarrow takes as they are."""
+    # Whether strings are UTF-8 is the normaliser's matter.
+    if pyarrow.types.is_string(column.type):
+        column = column.view(pyarrow.binary())
+    elif pyarrow.types.is_large_string(column.type):
+        column = column.view(pyarrow.large_binary())
+    column.validate(full=True)
 
 
 def _batches(opened: Any, file_range: FileRange) -> tuple[int, Iterator[Any]]:

@@ -7,15 +7,19 @@ from typing import Any
 import pyarrow
 import pyarrow.compute
 
-from lightscale.data_pipeline.preparation.readers.inputs import MISSING, NO_TEXT, ReadOptions
+from lightscale.data_pipeline.preparation.readers.inputs import MISSING, NO_TEXT, ReadOptions, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import RawDocument, Reading, id_text
+from lightscale.errors import UserError
 
 ROWS = 256
 """So many are made Python objects at a time."""
 
 
-def column_fault(schema: Any, text_field: str) -> str | None:
-    """Why the column ``text_field`` is no text; None where it is."""
+def column_fault(schema: Any, options: ReadOptions) -> str | None:
+    """Why the column of the texts has none; None where it has some, or where whole rows are read."""
+    text_field = options.text_field
+    if options.has_records:
+        return None
     found = ", ".join(f"{field.name}: {field.type}" for field in list(schema)[:8])
     kind = _type_of(schema, text_field)
     if kind is None:
@@ -30,6 +34,8 @@ def column_fault(schema: Any, text_field: str) -> str | None:
 
 def wanted_columns(schema: Any, options: ReadOptions) -> list[str]:
     """The columns to read: the text's, and existing ones for the other fields. ``a.b`` is a column of that name."""
+    if options.has_records:
+        return list(schema.names)
     names = {options.text_field, options.id_field, options.label_field}
     return sorted(name for name in names if name is not None and _type_of(schema, name) is not None)
 
@@ -37,12 +43,19 @@ def wanted_columns(schema: Any, options: ReadOptions) -> list[str]:
 def documents_of_batch(batch: Any, file_id: str, row: int, reading: Reading) -> Iterator[RawDocument]:
     """The documents of a record batch whose first row is ``row`` of the file."""
     options = reading.options
+    if options.has_records:
+        for number, record in enumerate(_plain(batch.to_struct_array()), row):
+            if record is None:
+                reading.problems.add(NO_TEXT, f"{file_id}@{number}: a value that Python does not have, or no UTF-8")
+            elif (document := reading.document(record, f"{file_id}@{number}", begin=number)) is not None:
+                yield document
+        return
     # As bytes: pyarrow does not check that its strings are UTF-8.
     texts = _as_bytes(_column(batch, options.text_field)).to_pylist()
     ids, labels = (
         itertools.repeat(absent)
         if field is None or _type_of(batch.schema, field) is None
-        else _column(batch, field).to_pylist()
+        else _plain(_column(batch, field))
         for field, absent in ((options.id_field, None), (options.label_field, MISSING))
     )
     for data, own_id, label in zip(texts, ids, labels, strict=False):
@@ -57,6 +70,33 @@ def documents_of_batch(batch: Any, file_id: str, row: int, reading: Reading) -> 
 def top_names(schema: Any, columns: list[str]) -> list[str]:
     """The columns of a table that ``columns`` are, or are inside of."""
     return sorted({name if name in schema.names else name.partition(".")[0] for name in columns})
+
+
+def too_large(file: SourceFile, row: int) -> UserError:
+    """Of a part that needs more memory than there is, as damaged files do: to skip it would depend on the machine."""
+    return UserError(
+        f"{file.path}: there is not enough memory for what comes after row {row}; the file is damaged, or has too "
+        "large parts: remove it, or write it with fewer rows in each"
+    )
+
+
+def _plain(column: Any) -> list[Any]:
+    """Values as Python's; None for those that it does not have, such as years beyond 9999; UTF-8 is repaired."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except (ValueError, OverflowError):
+        values = [_plain_value(value) for value in column]
+    return values
+
+
+def _plain_value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError):
+        types = pyarrow.types
+        if types.is_string(value.type) or types.is_large_string(value.type):
+            return value.as_buffer().to_pybytes().decode(errors="replace")
+        return None
 
 
 def _as_bytes(column: Any) -> Any:

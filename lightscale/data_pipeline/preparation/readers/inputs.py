@@ -114,6 +114,8 @@ class ReadOptions:
     """Of the files, whatever their suffixes; none: by these."""
     id_field: str | None = None
     """Of the documents' own ids; where a document has none there it gets none."""
+    has_records: bool = False
+    """Whether documents are whole records, as JSON, in place of a text field."""
     label_field: str | None = None
     """Of the documents' classes, which all documents have; none: they have none."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES

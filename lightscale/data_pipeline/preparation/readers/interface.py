@@ -1,5 +1,6 @@
 """Interface of input formats, and the common messages for documents with no text or too much text."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class Reading:
     ) -> RawDocument | None:
         """The document that ``record`` holds; None, and counted, where it has no text or too much."""
         options = self.options
-        text = field_of(record, options.text_field)
+        text = _as_json(record) if options.has_records else field_of(record, options.text_field)
         if not isinstance(text, str):
             found = _describe_fields(record)
             self.problems.add(NO_TEXT, f"{document_id}: no string {options.text_field!r} (found {found})")
@@ -132,6 +133,11 @@ def field_of(record: dict[str, Any], name: str) -> Any:
             return MISSING
         value = value[part]
     return value
+
+
+def _as_json(record: dict[str, Any]) -> str:
+    # Columns may hold dates and bytes, which no conversation needs.
+    return json.dumps(record, ensure_ascii=False, default=str)
 
 
 def id_text(value: Any) -> str | None:

@@ -7,7 +7,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from lightscale.data_pipeline.preparation.readers.columns import ROWS, column_fault, documents_of_batch, wanted_columns
+from lightscale.data_pipeline.preparation.readers.columns import (
+    ROWS,
+    column_fault,
+    documents_of_batch,
+    too_large,
+    wanted_columns,
+)
 from lightscale.data_pipeline.preparation.readers.inputs import NO_TEXT, UNREADABLE, Problems, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading, one_line
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange, part_ranges
@@ -20,7 +26,8 @@ class Parquet(InputFormat):
         """Ranges of the row groups that the metadata at its end list."""
         try:
             metadata = pyarrow.parquet.read_metadata(_source(file))
-        except (OSError, pyarrow.ArrowException) as error:
+        # Names of columns need not be UTF-8 in a damaged file.
+        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
             problems.add(UNREADABLE, f"{file.id}: {one_line(error)}")
             return
         yield from part_ranges(file, metadata.num_row_groups, range_bytes)
@@ -36,7 +43,7 @@ class Parquet(InputFormat):
         assert file_range.stop is not None
         try:
             with pyarrow.parquet.ParquetFile(_source(file), pre_buffer=False) as parquet:
-                if (fault := column_fault(parquet.schema_arrow, reading.options.text_field)) is not None:
+                if (fault := column_fault(parquet.schema_arrow, reading.options)) is not None:
                     reading.problems.add(NO_TEXT, f"{file.id}: {fault}", file=file)
                     return
                 row = sum(parquet.metadata.row_group(group).num_rows for group in range(file_range.start))
@@ -62,3 +69,5 @@ def _read_group(parquet: Any, group: int, row: int, file: SourceFile, reading: R
             row += batch.num_rows
     except (OSError, pyarrow.ArrowException) as error:
         reading.problems.add(UNREADABLE, f"{file.id}: after row {row}: {one_line(error)}")
+    except MemoryError:
+        raise too_large(file, row) from None

@@ -34,7 +34,7 @@ class Csv(InputFormat):
             records = csv.reader(feed, delimiter=self.delimiter)
             try:
                 header = reading.begin.known or next(records, None)
-                if header is not None and options.text_field not in header:
+                if header is not None and not (options.has_records or options.text_field in header):
                     found = ", ".join(header[:8])
                     reading.problems.add(
                         NO_TEXT, f"{file.id}: no column {options.text_field!r} (found {found})", file=file

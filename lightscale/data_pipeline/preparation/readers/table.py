@@ -58,6 +58,9 @@ FORMATS: dict[str, InputFormatEntry] = {
     "arrow": InputFormatEntry(suffixes=(".arrow", ".feather"), cls="arrow:Arrow", is_stream=False, divides=True),
     "warc": InputFormatEntry(suffixes=(".warc", ".wet"), cls="warc:Warc", extra="web"),
 }
+CHAT = "chat"
+"""In place of a format: conversations in files of these formats, by suffix."""
+RECORD_FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2")
 _OTHER_PACKED_SUFFIXES = (".xz", ".zip", ".7z", ".tar", ".tgz")
 # Their texts are inside of something: trained on as they are, a model would learn the format.
@@ -87,7 +90,11 @@ def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
         return entry
     for suffix, kind in _BY_SUFFIX.items():
         if name.endswith(suffix):
+            if options.has_records and kind not in RECORD_FORMATS:
+                break
             return FORMATS[kind]
+    if options.has_records:
+        return f"conversations are records of {', '.join(RECORD_FORMATS)} files; convert it to one of them"
     if name.endswith((*PACKED_SUFFIXES, *_OTHER_PACKED_SUFFIXES)):
         names = ", ".join(kind for kind, entry in FORMATS.items() if entry.is_stream)
         return f"compressed files can be {names}, with suffix {', '.join(PACKED_SUFFIXES)}; or set format"

@@ -38,6 +38,7 @@ _HTML = ("text/html", "application/xhtml+xml")
 # As browsers read them (https://encoding.spec.whatwg.org): what is often said for the larger set.
 _LARGER_SETS = {"iso-8859-1": "cp1252", "latin1": "cp1252", "ascii": "cp1252", "us-ascii": "cp1252"}
 _LARGER_SETS |= {"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc-kr": "cp949", "iso-8859-9": "cp1254"}
+_LEAST_BYTES = 2
 # Of Python, and no character set that a page is written in.
 _NO_SETS = frozenset({"unicode-escape", "raw-unicode-escape", "punycode", "idna", "utf-7", "undefined"})
 
@@ -90,6 +91,9 @@ def _text_of(record: Any, document_id: str, file: SourceFile, reading: Reading) 
         reading.problems.add(NO_DOCUMENT, f"{document_id}: {kind} with status {status}")
         return None
     most = reading.options.max_line_bytes
+    if record.length is None:
+        reading.problems.add(UNREADABLE, f"{document_id}: Content-Length is no number of bytes")
+        return None
     if record.length > most:
         reading.problems.add(TOO_LONG, f"{document_id}: a record of {record.length} bytes, more than {most}")
         return None
@@ -146,11 +150,9 @@ class _Stream(io.RawIOBase):
         return True
 
     def readinto(self, out: Any) -> int:
-        while not self._rest:
-            buffer = next(self._buffers, None)
-            if buffer is None:
-                return 0
-            self._rest = memoryview(buffer)
+        # At least two bytes: of one alone warcio cannot tell that it begins no gzip member, and loses it.
+        while len(self._rest) < _LEAST_BYTES and (buffer := next(self._buffers, None)) is not None:
+            self._rest = memoryview(bytes(self._rest) + buffer) if self._rest else memoryview(buffer)
         count = min(len(out), len(self._rest))
         out[:count] = self._rest[:count]
         self._rest = self._rest[count:]

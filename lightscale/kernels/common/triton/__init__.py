@@ -5,6 +5,7 @@ fp16, bf16 and fp32. The passes that launch kernels are registered with torch as
 these without a trace of their code, and the whole operator has its gradient.
 """
 
-from lightscale.kernels.common.triton.cache import provide_cache
+from lightscale.kernels.common.triton.cache import compile_once, provide_cache
 
 provide_cache()
+compile_once()

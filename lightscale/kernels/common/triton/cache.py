@@ -1,4 +1,8 @@
-"""The folder in which Triton stores compiled kernels."""
+"""The folder in which Triton stores compiled kernels, and the class that reads and writes it.
+
+Both are set by Triton's environment variables: Triton chooses between compiler and interpreter when it is imported,
+which must not happen here.
+"""
 
 import os
 import tempfile
@@ -19,6 +23,11 @@ def provide_cache() -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         os.environ["TRITON_CACHE_DIR"] = str(_own_folder())
+
+
+def compile_once() -> None:
+    """Let processes that compile the same kernel wait for the first (``lock.LockedCache``); keep a user's choice."""
+    os.environ.setdefault("TRITON_CACHE_MANAGER", "lightscale.kernels.common.triton.lock:LockedCache")
 
 
 def _own_folder() -> Path:

@@ -80,6 +80,12 @@ def step_program(K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def positions_at(positions, tokens, mask, head, H, AXES: tl.constexpr):
+    """Positions (tokens, AXES) of some tokens along the axis of ``head``: equal groups of heads have an axis each."""
+    return tl.load(positions + tokens * AXES + head * AXES // H, mask=mask, other=0)
+
+
+@triton.jit
 def wave(positions, turns, half):
     """cos (half 0) or sin (half 1) of positions · θ, with ``turns`` = θ in 2^-64 of a turn, int64 (``turns_of``).
 

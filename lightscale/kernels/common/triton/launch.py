@@ -1,4 +1,4 @@
-"""Options, starts of documents, layouts, precision and splits of rows for the launches of Triton kernels."""
+"""Options, layouts, precision and splits of rows for the launches of Triton kernels."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,23 +17,6 @@ LAUNCH = {"num_warps": NUM_WARPS, "enable_fp_fusion": True}
 # a row in several splits are read twice. The second number is the least number of chunks in a split.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _LEAST_SPLIT_CHUNKS = 8
-
-
-def document_starts(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
-    """Position in its row at which each token's document begins, (B, T) int32; -1 in a row's first document.
-
-    A row's first document may begin before the row. The result lies on cu_seqlens' device, without a wait; None for
-    None.
-    """
-    if cu_seqlens is None:
-        return None
-    begins = torch.zeros(num_rows * num_tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
-    begins.index_fill_(0, cu_seqlens.long(), True)
-    begins = begins[:-1].view(num_rows, num_tokens)
-    position = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
-    # A document that begins with its row is not marked: the state that enters the row belongs to its first document.
-    starts = torch.where(begins & (position > 0), position, -1)
-    return starts.cummax(1).values if num_tokens else starts
 
 
 def dense_last(x: Tensor) -> Tensor:

@@ -135,10 +135,13 @@ def _(
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of ``_out_fwd``'s arguments; the cotangent of an unused result is None."""
     q, k, v, log_decay, beta, S_in, cu_seqlens = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do
     dq, dk, dv, dlog_decay, dbeta, dS_in = _gradients(q, k, v, log_decay, beta, do, S_in, dstate, cu_seqlens)
     of_decay = None if log_decay is None else dlog_decay
     return dq, dk, dv, of_decay, dbeta, dS_in if ctx.needs_input_grad[5] else None, None

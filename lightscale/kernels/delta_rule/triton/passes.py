@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
+from lightscale.kernels.common.triton.documents import document_starts
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, on_device_of
 from lightscale.kernels.delta_rule.triton.gradients import gradients_channels, gradients_heads
 from lightscale.kernels.delta_rule.triton.pairs import prepare_channels, prepare_heads
 from lightscale.kernels.delta_rule.triton.states import scan_back, scan_forward

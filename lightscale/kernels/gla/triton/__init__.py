@@ -107,10 +107,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tens
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of ``_out_fwd``'s arguments; the cotangent of an unused result is None."""
     q, k, v, log_decay, S_in, cu_seqlens = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do
     dq, dk, dv, dlog_decay, dS_in = _gradients(q, k, v, log_decay, do, S_in, dstate, cu_seqlens)
     return dq, dk, dv, dlog_decay, dS_in if ctx.needs_input_grad[4] else None, None
 

@@ -7,6 +7,7 @@ import torch
 
 from lightscale.kernels.common.triton.cases import NAMES, case_name, integers, pointers, strides
 from lightscale.kernels.common.triton.compile import KernelCase
+from lightscale.kernels.common.triton.documents import starts_case
 from lightscale.kernels.common.triton.launch import NUM_WARPS
 from lightscale.kernels.common.triton.recurrent import recurrent_case
 from lightscale.kernels.common.triton.segments import segments_case
@@ -146,6 +147,7 @@ def _cases() -> Iterator[KernelCase]:
         yield _gradients(dtype, 128, 128, **options | {"may_spill": True})
     yield _fold(128, 128)
     yield segments_case("gla")
+    yield starts_case("gla")
     yield recurrent_case("gla", bf16, 128, 128, by_channel=True)
 
 

@@ -11,7 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
+from lightscale.kernels.common.triton.documents import document_starts
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, on_device_of
 from lightscale.kernels.gla.triton.decays import prepare
 from lightscale.kernels.gla.triton.gradients import gradients
 from lightscale.kernels.gla.triton.kernels import attend, fold_splits, scan_states

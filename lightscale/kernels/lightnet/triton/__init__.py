@@ -161,7 +161,7 @@ def _backward(ctx: Any, do: Tensor, dz: Tensor, dS: Tensor) -> tuple[Tensor | No
         if ctx.needs_input_grad[5]:
             angles = angles_of(theta, positions)
             dz_in = initial_z_gradient(state_fwd, state_bwd, q, k, v, angles, do, state_in, (dz, dS), cu_seqlens)
-    return dq, dk, dv, dtheta.to(theta.dtype) if with_theta else None, None, dz_in, dS_in, None
+    return dq, dk, dv, dtheta.to(theta.dtype).view(theta.shape) if with_theta else None, None, dz_in, dS_in, None
 
 
 _out_fwd.register_autograd(_backward, setup_context=_save)
@@ -218,7 +218,7 @@ def grad_bwd(
     """The gradients of a row's inputs, see ``chunked.grad_bwd``."""
     backward = Backward.of(LightNetRow.of(k, v, angles, cu_seqlens), q, do, state_in)
     dq, dk, dv, dtheta, _, _ = _row_gradients(backward, cotangent, with_theta=with_theta)
-    return LightNetGradients(dq, dk, dv, dtheta if with_theta else None)
+    return LightNetGradients(dq, dk, dv, dtheta.view(angles.theta.shape) if with_theta and angles else None)
 
 
 def recurrent_step(

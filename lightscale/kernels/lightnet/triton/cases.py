@@ -47,9 +47,11 @@ def _strides(letters: str) -> dict[str, str]:
     return {f"stride_{letter}{dim}": "i32:16" for letter in letters for dim in "bth"}
 
 
-def _angles(given: bool) -> tuple[dict[str, str], dict[str, None]]:
+def _angles(given: bool) -> tuple[dict[str, str], dict[str, Any]]:
     """Arguments and constants of the angles."""
-    return (_pointers("i64", "turns", "positions"), {}) if given else ({}, {"turns": None, "positions": None})
+    if given:
+        return _pointers("i64", "turns", "positions"), {"AXES": 1}
+    return {}, {"turns": None, "positions": None, "AXES": 1}
 
 
 def _name(what: str, K: int, V: int, dtype: torch.dtype, angles: bool) -> str:

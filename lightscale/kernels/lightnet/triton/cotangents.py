@@ -9,7 +9,7 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, scan_program, wave
+from lightscale.kernels.common.triton.kernels import exists, positions_at, scan_program, wave
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, finite, half_program, share_of
 
 
@@ -48,6 +48,7 @@ def scan_cotangents(
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """Scan a split's chunks backward with a tile of U: U <- e^(z - z') U + Σ φ(q e^(z - z_t)) doᵀ.
 
@@ -124,7 +125,7 @@ def scan_cotangents(
             if turns is None:
                 first = tl.dot(query.to(COMPUTE), do_tile, first, input_precision=PRECISION)
             else:
-                token_positions = tl.load(positions + row * T + begin + i, mask=kept, other=0)[None, :]
+                token_positions = positions_at(positions, row * T + begin + i, kept, head, H, AXES)[None, :]
                 turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
                 x = wave(token_positions, turns_k, 0)
                 first = tl.dot((query * x).to(COMPUTE), do_tile, first, input_precision=PRECISION)

@@ -9,7 +9,7 @@ References and rounds are those of ``queries.py``, one for each tile of queries 
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.common.triton.kernels import exists, positions_at, wave
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of, token_program
 
 
@@ -54,6 +54,7 @@ def key_gradients(
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """dk = e^(k - z') (φᵀ(v Uᵀ) - R) + Σ over the chunk's queries, for a tile of keys and some columns of K."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -73,7 +74,7 @@ def key_gradients(
     v_rows = v + row * stride_vb + head * stride_vh + (begin + i)[:, None] * stride_vt
     do_chunk = do + row * stride_db + head * stride_dh + begin * stride_dt
     if turns is not None:
-        own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+        own_positions = positions_at(positions, row * T + begin + i, i < length, head, H, AXES)[:, None]
         own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
     of_head = ((row * T + begin) * H + head) * K + cols[None, :]
     own = of_head + i.to(tl.int64)[:, None] * H * K
@@ -144,7 +145,7 @@ def key_gradients(
             if turns is None:
                 grad_x = tl.dot(dscores, query.to(COMPUTE), input_precision=PRECISION)
             else:
-                token_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
+                token_positions = positions_at(positions, row * T + begin + j, j < length, head, H, AXES)[:, None]
                 x = wave(token_positions, own_turns, 0)
                 grad_x = tl.dot(dscores, (query * x).to(COMPUTE), input_precision=PRECISION)
                 if angle_parts is not None:
@@ -201,6 +202,7 @@ def value_gradients(
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """dv = φ(e^(k - z')) U + Σ over the chunk's queries, for a tile of keys and some columns of V."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -231,7 +233,7 @@ def value_gradients(
         if turns is None:
             acc = tl.dot(writes.to(COMPUTE), state, acc, input_precision=PRECISION)
         else:
-            own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+            own_positions = positions_at(positions, row * T + begin + i, i < length, head, H, AXES)[:, None]
             own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
             x = wave(own_positions, own_turns, 0)
             acc = tl.dot((writes * x).to(COMPUTE), state, acc, input_precision=PRECISION)
@@ -271,9 +273,9 @@ def value_gradients(
                 if turns is None:
                     scores = tl.dot(writes.to(COMPUTE), query.to(COMPUTE), scores, input_precision=PRECISION)
                 else:
-                    key_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+                    key_positions = positions_at(positions, row * T + begin + i, i < length, head, H, AXES)[:, None]
                     key_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
-                    query_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
+                    query_positions = positions_at(positions, row * T + begin + j, j < length, head, H, AXES)[None, :]
                     query_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[:, None]
                     write = (writes * wave(key_positions, key_turns, 0)).to(COMPUTE)
                     read = (query * wave(query_positions, query_turns, 0)).to(COMPUTE)

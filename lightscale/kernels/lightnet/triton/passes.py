@@ -9,8 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from lightscale.kernels.common.angles import Angles, turns_of
-from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
+from lightscale.kernels.common.angles import Angles, axes_of, turns_of
+from lightscale.kernels.common.triton.documents import document_starts
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, on_device_of
 from lightscale.kernels.lightnet.state import LightNetState, StateCotangent
 from lightscale.kernels.lightnet.triton.cotangents import fold_cotangents, scan_cotangents
 from lightscale.kernels.lightnet.triton.keys import key_gradients, value_gradients
@@ -33,7 +34,9 @@ class LightNetRow:
     k: Tensor
     v: Tensor
     angles: tuple[Tensor, Tensor] | tuple[None, None]
-    """Turns (H, K) and positions (B, T), int64."""
+    """Turns (H, K) and positions (B, T), or (B, T, axes), int64."""
+    axes: int
+    """Groups of heads with positions of their own."""
     starts: Tensor | None
     tiling: LightNetTiling
 
@@ -44,6 +47,7 @@ class LightNetRow:
             k=dense_last(k),
             v=dense_last(v),
             angles=(None, None) if angles is None else (turns_of(angles.theta), angles.positions.contiguous()),
+            axes=axes_of(angles),
             starts=document_starts(cu_seqlens, num_rows=k.size(0), num_tokens=k.size(1)),
             tiling=tiling_of(k.dtype),
         )
@@ -167,6 +171,7 @@ def _scan_states(
         *row.k.stride()[:3],
         *row.v.stride()[:3],
         **scan_constants(row.k.dtype, *row.widths),
+        AXES=row.axes,
         **LAUNCH,
         num_stages=row.tiling.scan_stages,
     )
@@ -251,6 +256,7 @@ def _products(
                 num_token_tiles,
                 *strides,
                 **constants,
+                AXES=row.axes,
                 **LAUNCH,
                 num_stages=row.tiling.product_stages,
             )
@@ -359,6 +365,7 @@ class Backward:
             *self.q.stride()[:3],
             *self.do.stride()[:3],
             **scan_constants(row.k.dtype, *row.widths),
+            AXES=row.axes,
             **LAUNCH,
             num_stages=row.tiling.scan_stages,
         )

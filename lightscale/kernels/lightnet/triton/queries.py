@@ -12,7 +12,7 @@ and ``depths`` are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.common.triton.kernels import exists, positions_at, wave
 from lightscale.kernels.lightnet.triton.kernels import EMPTY, RISE, origin_of, reads, share_of, token_program
 
 
@@ -50,6 +50,7 @@ def outputs(
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """o = φ(q e^(z_in - z)) S + Σ over the chunk's tokens, for a tile of queries and some columns of V."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -83,7 +84,7 @@ def outputs(
         if turns is None:
             acc = tl.dot(query.to(COMPUTE), state, acc, input_precision=PRECISION)
         else:
-            own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+            own_positions = positions_at(positions, row * T + begin + i, i < length, head, H, AXES)[:, None]
             own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
             x = wave(own_positions, own_turns, 0)
             acc = tl.dot((query * x).to(COMPUTE), state, acc, input_precision=PRECISION)
@@ -117,9 +118,9 @@ def outputs(
                 if turns is None:
                     scores = tl.dot(query.to(COMPUTE), writes.to(COMPUTE), scores, input_precision=PRECISION)
                 else:
-                    query_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+                    query_positions = positions_at(positions, row * T + begin + i, i < length, head, H, AXES)[:, None]
                     query_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
-                    key_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[None, :]
+                    key_positions = positions_at(positions, row * T + begin + j, j < length, head, H, AXES)[None, :]
                     key_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[:, None]
                     read = (query * wave(query_positions, query_turns, 0)).to(COMPUTE)
                     write = (writes * wave(key_positions, key_turns, 0)).to(COMPUTE)
@@ -176,6 +177,7 @@ def query_gradients(
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """dq = e^(z_in - z) φᵀ(do Sᵀ) + Σ over the chunk's tokens, for a tile of queries and some columns of K."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -194,7 +196,7 @@ def query_gradients(
     v_chunk = v + row * stride_vb + head * stride_vh + begin * stride_vt
     do_rows = do + row * stride_db + head * stride_dh + (begin + i)[:, None] * stride_dt
     if turns is not None:
-        own_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)[:, None]
+        own_positions = positions_at(positions, row * T + begin + i, i < length, head, H, AXES)[:, None]
         own_turns = tl.load(turns + head * K + cols, mask=has_k, other=0)[None, :]
     own = ((row * T + begin + i) * H + head)[:, None] * K + cols[None, :]
     own_start = tl.full([BLOCK_T], -1, tl.int32)
@@ -255,7 +257,7 @@ def query_gradients(
             if turns is None:
                 grad_x = tl.dot(dscores, writes.to(COMPUTE), grad_x, input_precision=PRECISION)
             else:
-                token_positions = tl.load(positions + row * T + begin + j, mask=j < length, other=0)[:, None]
+                token_positions = positions_at(positions, row * T + begin + j, j < length, head, H, AXES)[:, None]
                 x = wave(token_positions, own_turns, 0)
                 grad_x = tl.dot(dscores, (writes * x).to(COMPUTE), grad_x, input_precision=PRECISION)
                 y = wave(token_positions, own_turns, 1)

@@ -9,7 +9,7 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, scan_program, wave
+from lightscale.kernels.common.triton.kernels import exists, positions_at, scan_program, wave
 from lightscale.kernels.lightnet.triton.kernels import (
     EMPTY,
     LEAST,
@@ -57,6 +57,7 @@ def scan_states(
     CHUNK: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """Scan a split's chunks with a tile of Σ e^(k - top) φ vᵀ, and with Σ e^(k - top) per channel."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -143,7 +144,7 @@ def scan_states(
             if turns is None:
                 first = tl.dot(writes.to(COMPUTE), values, first, input_precision=PRECISION)
             else:
-                token_positions = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
+                token_positions = positions_at(positions, row * T + t, kept, head, H, AXES)[None, :]
                 turns_k = tl.load(turns + head * K + cols_k, mask=has_k, other=0)[:, None]
                 x = wave(token_positions, turns_k, 0)
                 first = tl.dot((writes * x).to(COMPUTE), values, first, input_precision=PRECISION)

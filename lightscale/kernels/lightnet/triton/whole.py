@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightscale.kernels.common.angles import Angles, turns_of
+from lightscale.kernels.common.angles import Angles, axes_of, turns_of
 from lightscale.kernels.common.triton.compile import KernelCase
-from lightscale.kernels.common.triton.kernels import exists, wave
+from lightscale.kernels.common.triton.kernels import exists, positions_at, wave
 from lightscale.kernels.common.triton.launch import (
     LAUNCH,
     NUM_WARPS,
@@ -65,6 +65,7 @@ def accumulate(
     BLOCK_T: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """log Σ e^x and the average of φ by e^x, or Σ φ(x) yᵀ, of a split's tokens: a tile of its state."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -108,7 +109,7 @@ def accumulate(
         if turns is None:
             acc = tl.dot(weights.to(COMPUTE), value, acc, input_precision=PRECISION)
         else:
-            own = tl.load(positions + token, mask=inside, other=0)[None, :]
+            own = positions_at(positions, token, inside, head, H, AXES)[None, :]
             own_turns = tl.load(turns + head * K + rows, mask=has_k, other=0)[:, None]
             cosine = wave(own, own_turns, 0)
             acc = tl.dot((weights * cosine).to(COMPUTE), value, acc, input_precision=PRECISION)
@@ -197,6 +198,7 @@ def read(
     BLOCK_T: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """φ(x) S, or φ(e^(x - z)) S, for a tile of a document's tokens and some columns of V."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -229,7 +231,7 @@ def read(
         if turns is None:
             acc = tl.dot(features.to(COMPUTE), first, acc, input_precision=PRECISION)
         else:
-            own = tl.load(positions + token, mask=inside, other=0)[:, None]
+            own = positions_at(positions, token, inside, head, H, AXES)[:, None]
             own_turns = tl.load(turns + head * K + rows, mask=has_k, other=0)[None, :]
             acc = tl.dot((features * wave(own, own_turns, 0)).to(COMPUTE), first, acc, input_precision=PRECISION)
             second = tl.load(of_state + K * V, mask=in_tile, other=0.0).to(COMPUTE)
@@ -261,6 +263,7 @@ def read_back(
     BLOCK_T: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """φᵀ(S y), or e^(k - z) (φᵀ(S y) - shared), for a tile of a document's tokens and some columns of K."""
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -290,7 +293,7 @@ def read_back(
             second = tl.load(of_state + K * V, mask=in_tile, other=0.0).to(COMPUTE)
             other = tl.dot(value, second, other, input_precision=PRECISION)
     if turns is not None:
-        own = tl.load(positions + token, mask=inside, other=0)[:, None]
+        own = positions_at(positions, token, inside, head, H, AXES)[:, None]
         own_turns = tl.load(turns + head * K + rows, mask=has_k, other=0)[None, :]
         acc = acc * wave(own, own_turns, 0) + other * wave(own, own_turns, 1)
     in_rows = inside[:, None] & has_k[None, :]
@@ -369,7 +372,7 @@ def _state_of(x: Tensor, y: Tensor, angles: Angles | None, bounds: Bounds, *, we
         if num_splits * tiles:
             accumulate[(num_splits * tiles,)](
                 flat_x, flat_y, *_turns(angles), splits, logs, sums, H,
-                *flat_x.stride()[:2], *flat_y.stride()[:2], **constants, **LAUNCH,
+                *flat_x.stride()[:2], *flat_y.stride()[:2], **constants, AXES=axes_of(angles), **LAUNCH,
             )  # fmt: skip
         if num_documents * tiles:
             fold_splits[(num_documents * tiles * halves,)](
@@ -399,7 +402,7 @@ def _read(x: Tensor, z: Tensor | None, S: Tensor, angles: Angles | None, bounds:
         with on_device_of(x):
             read[(programs,)](
                 flat, *_turns(angles), tiles, z, S.contiguous(), out, x.size(2), *flat.stride()[:2],
-                **constants, **LAUNCH,
+                **constants, AXES=axes_of(angles), **LAUNCH,
             )  # fmt: skip
     return out
 
@@ -419,7 +422,7 @@ def _read_back(
         with on_device_of(y):
             read_back[(programs,)](
                 flat, keys, *_turns(angles), tiles, z, shared, S.contiguous(), out, y.size(2), *flat.stride()[:2],
-                *((0, 0) if keys is None else keys.stride()[:2]), **constants, **LAUNCH,
+                *((0, 0) if keys is None else keys.stride()[:2]), **constants, AXES=axes_of(angles), **LAUNCH,
             )  # fmt: skip
     return out
 
@@ -493,7 +496,7 @@ def _case(
         ),
         kernel=kernel,
         arguments=arguments,
-        constants={**constants, **_constants(dtype, width, width, scans=kernel is accumulate)},
+        constants={**constants, **_constants(dtype, width, width, scans=kernel is accumulate), "AXES": 1},
         num_warps=NUM_WARPS,
         num_stages=2,
         may_spill=dtype == torch.float32,

@@ -153,16 +153,19 @@ def _(
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of ``_out_fwd``'s arguments; the cotangent of an unused result is None."""
     q, k, v, log_decay, theta, positions, S_in, cu_seqlens = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do
     with_decay, with_theta = ctx.needs_input_grad[3:5]
     dq, dk, dv, dlog_decay, dtheta, dS_in = _gradients(
         q, k, v, log_decay, theta, positions, do, S_in, dstate, cu_seqlens, with_decay, with_theta
     )
     of_decay = dlog_decay.to(log_decay.dtype) if with_decay else None
-    of_theta = dtheta.to(theta.dtype) if with_theta else None
+    of_theta = dtheta.to(theta.dtype).view(theta.shape) if with_theta else None
     return dq, dk, dv, of_decay, of_theta, None, dS_in if ctx.needs_input_grad[6] else None, None
 
 
@@ -230,7 +233,8 @@ def grad_bwd(
     dq, dk, dv, dlog_decay, dtheta, _ = _row_gradients(
         rows, (q, k, v, do), S_in, dS_end, with_decay=with_decay, with_theta=with_theta
     )
-    return Gradients(dq, dk, dv, dlog_decay if with_decay else None, dtheta if with_theta else None)
+    of_theta = dtheta.view(angles.theta.shape) if with_theta and angles else None
+    return Gradients(dq, dk, dv, dlog_decay if with_decay else None, of_theta)
 
 
 def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:

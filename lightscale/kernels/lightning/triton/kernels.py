@@ -22,7 +22,7 @@ are None.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, tile_program, wave
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, positions_at, tile_program, wave
 from lightscale.kernels.lightning.triton.decays import crossing, decay_between, load_sum, load_sums, power
 
 
@@ -212,6 +212,7 @@ def attend(
     REVERSE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """out = (x yᵀ ⊙ M) z + weight x S for a tile of tokens.
 
@@ -248,7 +249,7 @@ def attend(
     z_chunk = z + row * stride_zb + head * stride_zh + begin * stride_zt
     own_start = own_starts(starts, row * T, begin, i, length)
     if turns is not None:
-        token_positions = tl.load(positions + row * T + begin + i, mask=i < length, other=0)
+        token_positions = positions_at(positions, row * T + begin + i, i < length, head, H, AXES)
         head_turns = turns + head * (X if X_HALVES == 2 else Z)
     if Z_HALVES == 2:
         turns_z = tl.load(head_turns + cols_z, mask=has_z, other=0)[None, :]
@@ -327,7 +328,7 @@ def attend(
         has_partner = j < length
         y_columns = y_chunk + j.to(tl.int64)[None, :] * stride_yt
         if turns is not None:
-            partner_positions = tl.load(positions + row * T + begin + j, mask=has_partner, other=0)
+            partner_positions = positions_at(positions, row * T + begin + j, has_partner, head, H, AXES)
         if X_HALVES == 1:
             scores = pair_scores(x_rows, x_first, y_columns, inside, has_partner, X_TILED, BLOCK_X, PRECISION)
             if X_EDGE:

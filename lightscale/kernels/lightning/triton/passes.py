@@ -11,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from lightscale.kernels.common.angles import Angles, turns_of
-from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
+from lightscale.kernels.common.angles import Angles, axes_of, turns_of
+from lightscale.kernels.common.triton.documents import document_starts
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, on_device_of
 from lightscale.kernels.lightning.triton.decays import gather_decays, sum_decays
 from lightscale.kernels.lightning.triton.kernels import attend
 from lightscale.kernels.lightning.triton.states import fold_splits, scan_states
@@ -57,6 +58,8 @@ class LightningRows(ChunkedRows):
     """(H,) fp32: log decays of heads, which are not in ``sums``."""
     turns: Tensor | None
     positions: Tensor | None
+    axes: int
+    """Groups of heads with positions of their own."""
 
     @classmethod
     def of(
@@ -77,6 +80,7 @@ class LightningRows(ChunkedRows):
             sums=sums,
             turns=None if angles is None else turns_of(angles.theta),
             positions=None if angles is None else angles.positions.contiguous(),
+            axes=axes_of(angles),
             starts=document_starts(cu_seqlens, num_rows=num_rows, num_tokens=num_tokens),
             device=x.device,
             tiling=tiling_of(x.dtype),
@@ -177,6 +181,7 @@ def scan(
             *y.stride()[:3],
             **constants,
             REVERSE=reverse,
+            AXES=rows.axes,
             **LAUNCH,
             num_stages=rows.tiling.scan_stages,
         )
@@ -292,6 +297,7 @@ def products(
                 *z.stride()[:3],
                 *((0, 0, 0) if own is None else own.stride()[:3]),
                 **constants,
+                AXES=rows.axes,
                 **LAUNCH,
                 num_stages=rows.tiling.attend_stages,
             )

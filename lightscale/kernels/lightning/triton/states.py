@@ -6,7 +6,7 @@ Names of shapes and arguments are those of ``kernels.py``.
 import triton
 import triton.language as tl
 
-from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, scan_program
+from lightscale.kernels.common.triton.kernels import exists, last_start, own_starts, positions_at, scan_program
 from lightscale.kernels.lightning.triton.decays import decay_between, load_sum, load_sums, power
 from lightscale.kernels.lightning.triton.kernels import spread
 
@@ -46,6 +46,7 @@ def scan_states(
     CHUNK: tl.constexpr,
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     """Scan a split's chunks with a tile of the state: S <- λ^L S + Σ weight x yᵀ.
 
@@ -150,7 +151,7 @@ def scan_states(
             x_columns = x_head + t[None, :] * stride_xt + cols_k[:, None]
             x_tile = tl.load(x_columns, mask=kept[None, :] & has_k[:, None], other=0.0)
             if turns is not None:
-                token_positions = tl.load(positions + row * T + t, mask=kept, other=0)[None, :]
+                token_positions = positions_at(positions, row * T + t, kept, head, H, AXES)[None, :]
                 x_tile = spread(x_tile, token_positions, turns_k, half.to(tl.int32))
             y_rows = y_head + t[:, None] * stride_yt + cols_v[None, :]
             y_tile = tl.load(y_rows, mask=kept[:, None] & has_v[None, :], other=0.0)

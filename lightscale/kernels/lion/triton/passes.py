@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, document_starts, on_device_of
+from lightscale.kernels.common.triton.documents import document_starts
+from lightscale.kernels.common.triton.launch import LAUNCH, Splits, dense_last, on_device_of
 from lightscale.kernels.lightning.triton.passes import ChunkedRows, fold_between, summed
 from lightscale.kernels.lion.state import Gate
 from lightscale.kernels.lion.triton.kernels import attend

@@ -1,0 +1,1 @@
+"""The command `lightscale config`, and its picture."""

@@ -1,0 +1,78 @@
+"""A picture of what a configuration plans: learning rate, sequences per step and their length over the tokens."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.config.schedules.registry import learning_rate, schedule_of
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_MOST_POINTS = 1000
+_DOTS_PER_INCH = 130
+
+
+def planned_rates(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(k,) steps from 1 to the last one, (k,) their learning rates.
+
+    A long run has some of its steps, among them those where a phase ends.
+    """
+    optimizer, total = config.optimizer, config.total_steps
+    fixed = schedule_of(optimizer).fixed_until(optimizer, total)
+    marks = (1, optimizer.warmup_steps, optimizer.warmup_steps + 1, fixed, fixed + 1, total)
+    even = np.linspace(1, total, min(total, _MOST_POINTS)).round().astype(np.int64)
+    steps = np.unique([*even, *(step for step in marks if 1 <= step <= total)])
+    return steps, np.array([learning_rate(optimizer, int(step), total) for step in steps])
+
+
+def planned_shapes(config: RunConfig) -> list[tuple[int, int, int]]:
+    """(first step, sequence length in tokens, sequences per step) of each curriculum stage that the run reaches."""
+    found: list[tuple[int, int, int]] = []
+    total, per_step, first = config.total_steps, config.tokens_per_step, 1
+    # Stages end with whole steps.
+    stages = [(stage.sequence_length, -(-stage.until_tokens // per_step)) for stage in config.data.curriculum]
+    for length, last in [*stages, (config.data.sequence_length, total)]:
+        if min(last, total) >= first:
+            found.append((first, length, per_step // length))
+            first = last + 1
+    return found
+
+
+def draw(config: RunConfig, path: Path) -> None:
+    """Write the picture to ``path``.
+
+    Raises UserError for a suffix or a folder that cannot be, and where matplotlib is not installed.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"--plot {path}: a picture has the suffix {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: no folder {path.parent}; create it first")
+    try:
+        # Only where a picture is asked for.
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError:
+        raise UserError("--plot needs matplotlib; pip install 'lightscale[study]'") from None
+    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    rate, batch, length = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    steps, rates = planned_rates(config)
+    per_step = config.tokens_per_step
+    rate.plot(steps * per_step, rates, color="#1f77b4")
+    rate.set_title(f"optimizer.schedule = {config.optimizer.schedule}, {config.total_steps:,} steps", fontsize=10)
+    shapes = planned_shapes(config)
+    edges = [*((first - 1) * per_step for first, *_ in shapes), config.total_steps * per_step]
+    batch.stairs([sequences for _, _, sequences in shapes], edges, color="#d62728", baseline=None, linewidth=1.6)
+    length.stairs([tokens for _, tokens, _ in shapes], edges, color="#2ca02c", baseline=None, linewidth=1.6)
+    for axes, label in ((rate, "learning rate"), (batch, "sequences per step"), (length, "tokens per sequence")):
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0, top=1.1 * axes.dataLim.y1)
+        axes.grid(alpha=0.3)
+        if config.train.branch_from is not None:
+            label = f"branch of {config.train.branch_from}"
+            axes.axvline(config.parent_steps * per_step, color="black", linestyle="--", linewidth=1, label=label)
+    if config.train.branch_from is not None:
+        rate.legend(fontsize=8)
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    length.set_xlabel(f"tokens, {per_step:,} per step")
+    figure.savefig(path, dpi=_DOTS_PER_INCH)

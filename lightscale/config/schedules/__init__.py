@@ -1,0 +1,1 @@
+"""Learning rate schedules: pure functions of the step and the length of the run."""

@@ -1,0 +1,274 @@
+"""Images and their classes out of files: folders, webdataset tars, parquet, npz.
+
+    PATH/CLASS/…/NAME.png    a folder for each class, below a directory
+    NAME.tar                 webdataset: KEY.jpg beside KEY.cls, or KEY.json with the label field
+    NAME.parquet             rows with a column of images (bytes, or datasets' {bytes, path}) and a column of labels
+    NAME.npz                 arrays images, uint8 (n, h, w) or (n, h, w, c), and labels, (n,)
+
+Directories may hold files of every kind, at any depth. Files come in the order of their names.
+"""
+
+import json
+import tarfile
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.preparation.labels import class_of
+from lightscale.data_pipeline.preparation.readers.inputs import MISSING
+from lightscale.data_pipeline.preparation.readers.interface import one_line
+from lightscale.errors import UserError
+
+_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FoundImage:
+    """An image in a file, not decoded."""
+
+    id: str
+    """The file, and the place in it."""
+    data: bytes | NDArray[np.uint8]
+    label: str
+    """Name of its class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """Names of columns, and of keys of JSON."""
+
+    image: str = "image"
+    label: str = "label"
+
+    def class_name(self, value: Any, where: str) -> str:
+        """The class that ``value`` is; ``UserError`` that begins with ``where`` for a value that is none."""
+        plain = value.item() if isinstance(value, np.generic) else value
+        return class_of(plain, where, field=self.label, classes=None)
+
+
+class ImageFiles(ABC):
+    """Files of one kind below a path."""
+
+    def __init__(self, root: Path, paths: Sequence[Path], fields: Fields) -> None:
+        """``root``: the path that the user gave; ``paths``: of the files."""
+        self.root, self.paths, self.fields = root, paths, fields
+
+    @abstractmethod
+    def labels(self) -> Iterator[str]:
+        """Names of classes of all images; decodes none."""
+
+    @abstractmethod
+    def images(self) -> Iterator[FoundImage]:
+        """All images, in the same order on every machine."""
+
+
+class Folders(ImageFiles):
+    """A class is the folder directly below the path."""
+
+    def labels(self) -> Iterator[str]:
+        """See ``ImageFiles``."""
+        return map(self._label, self.paths)
+
+    def images(self) -> Iterator[FoundImage]:
+        """See ``ImageFiles``."""
+        for path in self.paths:
+            yield FoundImage(id=str(path), data=_content(path), label=self._label(path))
+
+    def _label(self, path: Path) -> str:
+        folder, *rest = path.relative_to(self.root).parts if path != self.root else (path.name,)
+        if not rest:
+            raise UserError(
+                f"{path}: the image has no folder of its class; give its directory's parent, as in PATH/CLASS/NAME.png"
+            )
+        return self.fields.class_name(folder, str(path))
+
+
+class Tars(ImageFiles):
+    """webdataset: members with one key, up to the first dot of the name, are one sample."""
+
+    def labels(self) -> Iterator[str]:
+        """See ``ImageFiles``."""
+        return (label for path in self.paths for _, _, label in self._samples(path, with_images=False))
+
+    def images(self) -> Iterator[FoundImage]:
+        """See ``ImageFiles``."""
+        for path in self.paths:
+            for name, data, label in self._samples(path, with_images=True):
+                yield FoundImage(id=f"{path}:{name}", data=data, label=label)
+
+    def _samples(self, path: Path, *, with_images: bool) -> Iterator[tuple[str, bytes, str]]:
+        """(name of the image, its content, class) of each sample."""
+        key, sample = "", dict[str, tuple[str, bytes]]()
+        try:
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    if not member.isfile():
+                        continue
+                    folder, _, name = member.name.rpartition("/")
+                    stem, _, extension = name.partition(".")
+                    if f"{folder}/{stem}" != key:
+                        yield from self._sample(path, sample)
+                        key, sample = f"{folder}/{stem}", {}
+                    kind = f".{extension.lower()}"
+                    content = b""
+                    if with_images or kind not in _SUFFIXES:
+                        file = tar.extractfile(member)
+                        content = b"" if file is None else file.read()
+                    sample["image" if kind in _SUFFIXES else kind] = member.name, content
+                yield from self._sample(path, sample)
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise UserError(f"{path}: cannot be read as a tar file ({one_line(error)}); write it again") from error
+
+    def _sample(self, path: Path, sample: dict[str, tuple[str, bytes]]) -> Iterator[tuple[str, bytes, str]]:
+        if "image" not in sample:
+            return
+        name, content = sample["image"]
+        where = f"{path}:{name}"
+        try:
+            if ".cls" in sample:
+                value: Any = sample[".cls"][1].decode().strip()
+            elif ".json" in sample:
+                found = json.loads(sample[".json"][1])
+                value = found.get(self.fields.label, MISSING) if isinstance(found, dict) else MISSING
+            else:
+                value = MISSING
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: the label cannot be read ({one_line(error)}); correct it") from error
+        yield name, content, self.fields.class_name(value, where)
+
+
+class Parquets(ImageFiles):
+    """Rows, as datasets of the Hugging Face hub have them."""
+
+    def labels(self) -> Iterator[str]:
+        """See ``ImageFiles``."""
+        for path in self.paths:
+            for where, row in self._rows(path, [self.fields.label]):
+                yield self.fields.class_name(row[self.fields.label], where)
+
+    def images(self) -> Iterator[FoundImage]:
+        """See ``ImageFiles``."""
+        image, label = self.fields.image, self.fields.label
+        for path in self.paths:
+            for where, row in self._rows(path, [image, label]):
+                data = row[image]
+                if isinstance(data, dict):
+                    data = data.get("bytes")
+                # A row without bytes is a broken image, as an empty file is.
+                content = data if isinstance(data, bytes) else b""
+                yield FoundImage(id=where, data=content, label=self.fields.class_name(row[label], where))
+
+    def _rows(self, path: Path, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        parquet, arrow = _pyarrow(path)
+        try:
+            with parquet.ParquetFile(path) as file:
+                known = file.schema_arrow.names
+                if missing := [name for name in columns if name not in known]:
+                    option = "image-field" if missing[0] == self.fields.image else "label-field"
+                    raise UserError(
+                        f"{path}: no column {missing[0]!r}; it has {', '.join(known)}; set another with --{option}"
+                    )
+                number = 0
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
+                    for row in batch.to_pylist():
+                        yield f"{path}:{number}", row
+                        number += 1
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: cannot be read as parquet ({one_line(error)}); write it again") from error
+
+
+class Arrays(ImageFiles):
+    """numpy's archives; pickled objects in them are refused."""
+
+    def labels(self) -> Iterator[str]:
+        """See ``ImageFiles``."""
+        for path in self.paths:
+            (labels,) = self._read(path, "labels")
+            yield from self._names(path, labels)
+
+    def images(self) -> Iterator[FoundImage]:
+        """See ``ImageFiles``."""
+        for path in self.paths:
+            images, labels = self._read(path, "images", "labels")
+            if images.dtype != np.uint8 or images.ndim not in (3, 4):
+                raise UserError(
+                    f"{path}: images is {images.dtype} of shape {images.shape}; use uint8, 0 to 255, of shape "
+                    "(n, height, width) or (n, height, width, channels)"
+                )
+            if len(labels) != len(images):
+                raise UserError(f"{path}: {len(images)} images and {len(labels)} labels; use one label per image")
+            for number, (image, label) in enumerate(zip(images, self._names(path, labels), strict=True)):
+                yield FoundImage(id=f"{path}:{number}", data=image, label=label)
+
+    def _names(self, path: Path, labels: NDArray[Any]) -> Iterator[str]:
+        for number, label in enumerate(labels):
+            yield self.fields.class_name(label, f"{path}:{number}")
+
+    @staticmethod
+    def _read(path: Path, *names: str) -> list[NDArray[Any]]:
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                if missing := [name for name in names if name not in archive]:
+                    raise UserError(
+                        f"{path}: no array {missing[0]!r}; it has {', '.join(archive) or 'none'}; write it with "
+                        "numpy.savez(path, images=…, labels=…)"
+                    )
+                arrays = [archive[name] for name in names]
+        except UserError:
+            raise
+        # zipfile raises RuntimeError for what it does not implement, and for files with a password.
+        except (OSError, ValueError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+            raise UserError(f"{path}: cannot be read as npz ({one_line(error)}); write it again") from error
+        for name, array in zip(names, arrays, strict=True):
+            if name == "labels" and array.ndim != 1:
+                raise UserError(f"{path}: labels has the shape {array.shape}; use one label per image, (n,)")
+        return arrays
+
+
+_KINDS: dict[str, type[ImageFiles]] = {
+    **dict.fromkeys(_SUFFIXES, Folders),
+    ".tar": Tars,
+    ".parquet": Parquets,
+    ".npz": Arrays,
+}
+
+
+def find_files(paths: Sequence[Path], fields: Fields) -> list[ImageFiles]:
+    """The files of images at and below ``paths``; ``UserError`` for a path without any."""
+    found: list[ImageFiles] = []
+    for root in paths:
+        if not root.exists():
+            raise UserError(f"{root}: no such file or directory; give files or directories of images")
+        files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+        kinds: dict[type[ImageFiles], list[Path]] = {}
+        for path in files:
+            if (kind := _KINDS.get(path.suffix.lower())) is not None:
+                kinds.setdefault(kind, []).append(path)
+        if not kinds:
+            raise UserError(f"{root}: no images; known suffixes: {', '.join(sorted(_KINDS))}")
+        found += [kind(root, of_kind, fields) for kind, of_kind in kinds.items()]
+    return found
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; make it readable, or remove it") from error
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow  # noqa: PLC0415 - optional: folders need none of it
+        import pyarrow.parquet  # noqa: PLC0415
+    except ImportError:
+        raise UserError(f"{path}: parquet needs the package pyarrow; pip install 'lightscale[images]'") from None
+    return pyarrow.parquet, pyarrow

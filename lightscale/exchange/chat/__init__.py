@@ -1,0 +1,1 @@
+"""`lightscale chat`: conversations with a model."""

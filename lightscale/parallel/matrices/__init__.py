@@ -1,0 +1,1 @@
+"""Steps of whole matrices, of which ranks hold parts."""

@@ -1,0 +1,84 @@
+"""The optimizer of a ``MatrixSpec``: Megatron's distributed optimizer, with directions of whole matrices."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightscale.parallel.matrices.exchange import MatrixExchange
+from lightscale.parallel.megatron import DistributedDataParallel, TransformerConfig, parallel_state
+from lightscale.parallel.megatron_optimizer import ElementwiseSteps, MegatronOptimizer, main_weights
+from lightscale.parallel.model_shards import OwnedBox, owned_boxes
+from lightscale.parallel.optimizer_spec import MatrixSpec
+from lightscale.parallel.shards import Shape
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class MatrixOptimizer(MegatronOptimizer):
+    """Every rank keeps the weights and the state of its elements, as with an ``ElementwiseSpec``; matrices are whole
+    only while their directions are computed.
+    """
+
+    spec: MatrixSpec
+
+    def __init__(
+        self, spec: MatrixSpec, models: Sequence[DistributedDataParallel], config: TransformerConfig, *, on_gpu: bool
+    ) -> None:
+        super().__init__(spec, models, config, on_gpu=on_gpu)
+        self._dtype = _DTYPES[spec.product_precision]
+        boxes = owned_boxes([model.module for model in models], self)
+        self._boxes: list[OwnedBox] = [one for one in boxes if one.box.key in spec.matrices]
+        self._exchange = MatrixExchange(
+            [(one.box, one.is_copy) for one in self._boxes],
+            # All ranks of the pipeline stage: what they hold together are its whole parameters.
+            parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            lambda name, shape: sum(spec.matrix_flops(*one) for one in spec.matrix_shapes(name, shape[1])),
+            dtype=self._dtype,
+            device=self._device,
+        )
+        # (rows, 1) for each box: the factors of the matrices that its rows are of.
+        scales = {one.box.key: self._scales(one.box.key, one.box.shape) for one in self._boxes}
+        self._box_scales = [
+            scales[box.key][box.offset[0] :][: box.sizes[0]] for box in (one.box for one in self._boxes)
+        ]
+
+    def _scales(self, name: str, shape: Shape) -> Tensor:
+        found = torch.empty(shape[0], 1, dtype=torch.float32, device=self._device)
+        for ranges, (rows, columns) in zip(
+            self.spec.matrices[name], self.spec.matrix_shapes(name, shape[1]), strict=True
+        ):
+            for first, last in ranges:
+                found[first:last] = self.spec.matrix_scale(rows, columns)
+        return found
+
+    @torch.no_grad()
+    def _find_directions(self) -> None:
+        """See ``MegatronOptimizer``."""
+        means: dict[nn.Parameter, Tensor] = {}
+        steppers: list[tuple[nn.Parameter, ElementwiseSteps, Tensor]] = []
+        for part in self.megatron.chained_optimizers:
+            for parameter, weights in main_weights(part):
+                if self._names[parameter] in self.spec.matrices:
+                    assert weights.grad is not None, "the engine has a gradient of every parameter"
+                    mean = self.spec.matrix_mean(weights.grad, part.optimizer.state[weights])
+                    means[parameter] = mean.to(self._dtype)
+                    steppers.append((parameter, part.optimizer, weights))
+        found = self._exchange.compute([means[one.parameter][one.own] for one in self._boxes], self._direction)
+        del means
+        directions = {parameter: torch.zeros_like(weights) for parameter, _, weights in steppers}
+        for one, block, scale in zip(self._boxes, found, self._box_scales, strict=True):
+            rows = block.view(one.box.sizes[0], -1) * scale
+            directions[one.parameter][one.own] = rows.view(-1)
+        for parameter, stepper, weights in steppers:
+            stepper.directions[weights] = directions[parameter]
+
+    def _direction(self, name: str, tensor: Tensor) -> Tensor:
+        """Of all matrices in the tensor, each by itself."""
+        found = torch.empty_like(tensor)
+        for ranges in self.spec.matrices[name]:
+            rows = torch.cat([tensor[first:last] for first, last in ranges])
+            blocks = self.spec.matrix_direction(rows).split([last - first for first, last in ranges])
+            for (first, last), block in zip(ranges, blocks, strict=True):
+                found[first:last] = block
+        return found

@@ -1,0 +1,44 @@
+"""Micro-batches as the engine reads them."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class MicroBatch(Protocol):
+    """One rank's part of a micro-batch; every tensor (b, n) or as described, n the tokens of its segment.
+
+    Every pipeline and tensor rank of a segment gets the same one: the first stage reads the tokens, the last one the
+    labels, and layers between them the documents from ``positions``.
+    """
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 inputs; of images (b, n, p) uint8, p bytes of each patch."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64: label of each input, such as the next token."""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """fp32: 1 where the label counts."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64: tokens since the document's start."""
+
+    @property
+    def document_starts(self) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None] | None:
+        """(m,) int64 each, on the host: the slots where documents start, over the rows laid one after another and every
+        row's first slot included, and the positions there; with the tokens behind the rows, where those are read (see
+        ``DocumentStarts``). None: they are read from ``positions``, for which the host waits on a GPU."""
+
+    @property
+    def sources(self) -> Tensor | None:
+        """(b,) int64: the number of the source that each row is from; None where the engine has no ``num_sources``."""
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""

@@ -1,0 +1,72 @@
+"""Predict one label for each image of a store of images: image classification.
+
+A sequence is one image: ``model.grid`` counts its patches, ``model.patches`` their pixels. The output layer,
+``model.head``, sees the mean of its tokens, the first one (a class token: ``model.grid.leading_tokens`` = 1) or the
+last. The loss is the mean over images.
+"""
+
+from collections.abc import Collection
+from typing import Literal
+
+from lightscale.config.mixers import BIDIRECTIONAL, CAUSAL
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import TaskConfig
+from lightscale.data_pipeline.loading.images import Images
+from lightscale.data_pipeline.store.format import LABEL
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.errors import UserError
+from lightscale.tasks.classify import check_labels
+from lightscale.tasks.interface import TrainingTask
+
+
+class ClassifyImageConfig(TaskConfig):
+    """[task] with name = "classify-image"."""
+
+    name: Literal["classify-image"] = "classify-image"
+
+
+class ClassifyImage(TrainingTask):
+    """Classification of images; mixers may read either way."""
+
+    options = ClassifyImageConfig
+    directions = CAUSAL | BIDIRECTIONAL
+    predicts_labels = True
+    reads_images = True
+    top = (1, 5)
+
+    def __init__(self, config: ClassifyImageConfig, model: ModelConfig) -> None:
+        self.config, self.model = config, model
+
+    def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
+        """The store has images of the model's size, and every one a label of the model's; reads the labels."""
+        assert model.head is not None and model.patches is not None and model.grid is not None, "checked before"
+        if store.image_shape != model.image_shape:
+            found = "no images" if store.image_shape is None else f"images of {_shown(store.image_shape)}"
+            raise UserError(
+                f"{store.title} has {found}, and the model reads images of {_shown(model.image_shape)} "
+                f"(model.grid.shape = {model.grid.shape} times model.patches.size = {model.patches.size}, "
+                f"model.patches.channels = {model.patches.channels}); prepare the store with --images "
+                f"{'x'.join(map(str, model.image_shape or ()))}, or change these keys"
+            )
+        for source in map(store.source, sources):
+            check_labels(LABEL, store, source, model.head.num_labels)
+
+    def targets(self, store: TokenStore, *, validation: bool) -> Images:
+        """The same in validation."""
+        model = self.model
+        assert model.image_shape is not None and model.patches is not None and model.grid is not None, "checked before"
+        height, width = model.patches.size
+        return Images(
+            shape=model.image_shape,
+            patch=(height, width),
+            leading_tokens=model.grid.leading_tokens,
+            label=LABEL,
+        )
+
+    def class_names(self, store: TokenStore) -> list[str]:
+        """Those of the array of labels."""
+        return store.classes.get(LABEL, [])
+
+
+def _shown(shape: tuple[int, int, int] | None) -> str:
+    return " x ".join(map(str, shape or ())) + " (height x width x channels)"

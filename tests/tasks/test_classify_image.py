@@ -1,0 +1,429 @@
+"""Images classified by a model written out plainly, in fp64; on every axis; and as batches, cut and counted by hand."""
+
+import functools
+import itertools
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightscale.config.files import load
+from lightscale.config.layout import check_layout
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
+from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
+from lightscale.data_pipeline.tokenizers import NoText
+from lightscale.errors import UserError
+from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
+from lightscale.models.language_model import language_model_chunks, transformer_config
+from lightscale.models.layers.context import SequenceContext
+from lightscale.parallel.engine import Engine
+from lightscale.parallel.initialization import draw_weights, named_parameters
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.planning.memory import rank_memory
+from lightscale.tasks.classify_image import ClassifyImage, ClassifyImageConfig
+from lightscale.training.optimizer.adamw import AdamW
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+parity, plain, mixers, drawing = (
+    SimpleNamespace(**runpy.run_path(str(HELPERS / f"{name}.py")))
+    for name in ("parity", "plain_models", "plain_mixers", "drawing")
+)
+RunRanks = Callable[..., list[Any]]
+SHAPE, PATCH, GRID, LABELS, IMAGES = (4, 8, 3), (2, 2), [2, 4], 7, 24
+
+
+def model_of(leading: int = 2, pooling: str = "mean", *, learned: bool = False, **more: Any) -> ModelConfig:
+    table = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "intermediate_size": 24,
+        "init_std": 0.3,
+        "head": {"num_labels": LABELS, "pooling": pooling},
+        "grid": {"shape": GRID, "leading_tokens": leading},
+        "patches": {"size": list(PATCH), "mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "learned_positions": learned},
+        **more,
+    }
+    return ModelConfig.model_validate(table)
+
+
+MODELS = {
+    "vit": model_of(
+        pooling="first",
+        learned=True,
+        mixer="llama",
+        norm="rmsnorm",
+        glu_activation="gelu_tanh",
+        mixer_options={"llama": {"causal": False, "positions": "none"}},
+    ),
+    "lightnet": model_of(0, mixer="lightnet", mixer_options={"lightnet": {"causal": False, "learned_angles": True}}),
+    "lion": model_of(mixer=["lion-lit", "lion-retnet", "lion-s", "lion-s"], num_layers=4, norm="rmsnorm"),
+    "bi-rn": model_of(pooling="last", learned=True, mixer="bi-rn", norm="layernorm", intermediate_size=0),
+    "causal": model_of(0, "last", mixer=["tnl", "lightnet"]),
+}
+AXES = ({"tensor": 2}, {"pipeline": 2}, {"sequence": 2}, {"data": 2})
+
+
+def pixels() -> NDArray[np.uint8]:
+    return np.random.default_rng(3).integers(0, 256, (IMAGES, *SHAPE), dtype=np.uint8)
+
+
+def label_of(number: int) -> int:
+    return number * number % LABELS
+
+
+def write_store(path: Path) -> TokenStore:
+    with StoreWriter(path, NoText(), image_shape=SHAPE, shard_tokens=64, chunk_tokens=16) as writer:
+        source = writer.source("photos", documents={"image": ("uint8", (np.prod(SHAPE),)), "label": "int32"})
+        for number, image in enumerate(pixels()):
+            source.append([], num_bytes=image.size, documents={"image": image.ravel(), "label": label_of(number)})
+        writer.finish({"sources": {"photos": {}}})
+    return TokenStore(path)
+
+
+def loader(path: Path, model: ModelConfig, *, seed: int = 0, **layout: int) -> TokenLoader:
+    store = TokenStore(path)
+    assert model.grid is not None
+    return TokenLoader(
+        store,
+        sequence_length=model.grid.document_tokens,
+        global_batch_size=8,
+        micro_batch_size=2,
+        seed=seed,
+        layout=LoaderLayout(**layout),
+        targets=ClassifyImage(ClassifyImageConfig(), model).targets(store, validation=False),
+    )
+
+
+def patches(image: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    """Row by row, each with its pixels row by row."""
+    h, w = PATCH
+    corners = itertools.product(range(0, SHAPE[0], h), range(0, SHAPE[1], w))
+    return [image[top : top + h, left : left + w].ravel() for top, left in corners]
+
+
+# ----- batches ------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_an_image_in_patches(tmp_path: Path) -> None:
+    store, model = write_store(tmp_path / "store"), MODELS["vit"]
+    whole, seen = loader(store.path, model), []
+    parts = [loader(store.path, model, sequence_rank=rank, sequence_size=2) for rank in range(2)]
+    for number in range(6):
+        at = number * whole.tokens_per_step
+        samples, batches, halves = (
+            whole.step_after(at),
+            whole.batches_after(at),
+            [one.batches_after(at) for one in parts],
+        )
+        for row, location in enumerate(samples.locations):
+            batch, own = batches[row // 2], row % 2
+            image = location.window
+            # What `data samples` and `data trace` name.
+            assert store.source("photos").document_at(int(samples.ranges[row].starts[0])) == image
+            expected = np.stack([np.zeros(12)] * 2 + patches(pixels()[image]))
+            assert np.array_equal(batch.tokens[own], expected)
+            assert batch.loss_mask[own].tolist() == [0] * 9 + [1]
+            assert batch.labels[own, -1] == label_of(image)
+            seen.append(image)
+            for name in ("tokens", "labels", "loss_mask", "positions"):
+                joined = torch.cat([getattr(half[row // 2], name)[own] for half in halves])
+                assert torch.equal(joined, getattr(batch, name)[own]), name
+        assert batches[0].positions.tolist() == [list(range(10))] * 2
+        assert [half[0].tokens_after.tolist() for half in halves] == [[5, 5], [0, 0]]  # type: ignore[union-attr]
+    # Every image once in each epoch, in another order.
+    assert sorted(seen[:IMAGES]) == sorted(seen[IMAGES:]) == list(range(IMAGES))
+    assert seen[:IMAGES] != seen[IMAGES:]
+
+
+def test_images_go_on_where_they_stopped_and_not_with_other_patches(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "store").path
+    one, again = loader(path, MODELS["vit"]), loader(path, MODELS["vit"], data_rank=1, data_size=2)
+    one.next_step()
+    again.load_state_dict(one.state_dict())
+    for mine, theirs in zip(one.next_step()[1::2], again.next_step(), strict=True):
+        assert torch.equal(mine.tokens, theirs.tokens)
+    other = {**MODELS["vit"].model_dump(), "grid": {"shape": [1, 8], "leading_tokens": 2}}
+    other["patches"] |= {"size": [4, 1]}
+    with pytest.raises(UserError, match=r"patches of 2 x 2, 2 leading tokens before, .* patches of 4 x 1"):
+        loader(path, ModelConfig.model_validate(other)).load_state_dict(one.state_dict())
+
+
+def test_validation_has_every_image_once(tmp_path: Path) -> None:
+    store, model = write_store(tmp_path / "store"), MODELS["lightnet"]
+    found: list[int] = []
+    for rank in range(2):
+        batches = validation_batches(
+            store.source("photos"),
+            sequence_length=8,
+            num_sequences=21,
+            micro_batch_size=4,
+            layout=LoaderLayout(data_rank=rank, data_size=2),
+            targets=ClassifyImage(ClassifyImageConfig(), model).targets(store, validation=True),
+        )
+        for batch in batches:
+            rows = zip(batch.tokens.numpy(), batch.loss_mask.sum(dim=1).tolist(), strict=True)
+            counted = [row for row, count in rows if count]
+            of_images = [np.stack(patches(image)) for image in pixels()]
+            found += [next(n for n, image in enumerate(of_images) if np.array_equal(row, image)) for row in counted]
+    assert sorted(found) == list(range(21))
+
+
+# ----- the model ----------------------------------------------------------------------------------------------------
+
+
+def engine_of(mesh: Mesh, model: ModelConfig, recompute: Any = "none") -> Engine:
+    config = transformer_config(model, mesh, torch.float64, recompute=recompute)
+    chunks = language_model_chunks(config, model, vocab_size=1, mesh=mesh)
+    for chunk in chunks:
+        draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+    return Engine(chunks, config, mesh, optimizer=AdamW(), num_sources=1)
+
+
+def by_the_engine(
+    rank: int, world_size: int, init_method: str, path: Path, cases: list[tuple[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    found = []
+    for number, (name, axes) in enumerate(cases):
+        place, layout = f"{init_method}-{number}", {axis: size for axis, size in axes.items() if axis != "recompute"}
+        layout.pop("data", None)
+        with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=place, **layout) as mesh:
+            engine = engine_of(mesh, MODELS[name], axes.get("recompute", "none"))
+            of_rank = {"sequence_rank": mesh.sequence_rank, "sequence_size": mesh.sequence}
+            data = loader(path, MODELS[name], data_rank=mesh.data_rank, data_size=mesh.data, **of_rank)
+            batches: list[Batch] = [batch.to(mesh.device) for batch in data.next_step()]
+            scores, sums = engine.forward_only(batches, top=(1, 5)), engine.forward_backward(batches)
+            assert abs(scores.loss - sums.loss) < 1e-9
+            found.append({"loss": sums.loss, "tokens": sums.tokens, "correct": scores.correct})
+            found[-1] |= {"gradients": parity.gradients(engine), "by_source": sums.by_source}
+            if world_size == 1:
+                # The chosen weights are alike in places; these are not.
+                module: Any = engine.module
+                plain.disturb(module)
+                found[-1]["disturbed"] = disturbed(module, batches[0])
+    return found
+
+
+def disturbed(module: Any, batch: Batch) -> dict[str, Any]:
+    module.zero_grad()
+    log_probability, last = module.label_log_probability(
+        module(batch.tokens, batch.positions, hidden_only=True), batch.positions
+    )
+    assert last.tolist() == [len(row) * (n + 1) - 1 for n, row in enumerate(batch.positions)]
+    labels = batch.labels[:, -1]
+    losses = -log_probability[torch.arange(len(labels)), labels]
+    names = dict(named_parameters(module))
+    gradients = torch.autograd.grad(losses @ torch.tensor([0.3, 1.1], dtype=torch.float64), list(names.values()))
+    return {
+        "logits": log_probability.detach(),
+        "losses": losses.detach(),
+        "gradients": dict(zip(names, gradients, strict=True)),
+        "weights": plain.weights_of(module),
+        "tokens": batch.tokens,
+        "labels": labels,
+    }
+
+
+def relation(model: ModelConfig, x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
+    """BiRN, summed over all pairs: its linear form has norms on both sides and behind the sum."""
+    options: Any = model.layer_options(layer)
+
+    def layer_norm(y: Tensor) -> Tensor:
+        centered = y - y.mean(-1, keepdim=True)
+        return centered / (centered.square().mean(-1, keepdim=True) + options.eps).sqrt()
+
+    a, b = x @ weights["a_proj.weight"].T + weights["a_proj.bias"], x @ weights["b_proj.weight"].T
+    o = torch.exp(layer_norm(a)[:, None] + layer_norm(b)[None]).mean(dim=1)
+    # ε is relative to the largest channel.
+    o = layer_norm(o / o.detach().amax(-1, keepdim=True))
+    return o @ weights["out_proj.weight"].T + weights["out_proj.bias"]
+
+
+def mix(model: ModelConfig, x: Tensor, weights: dict[str, Tensor], layer: int) -> Tensor:
+    name, own = model.layers[layer], model.layer_options(layer)
+    whole = name == "lightnet" and not getattr(own, "causal", True)
+    kinds = {"bi-rn": relation, "lightnet": mixers.lightnet_whole if whole else mixers.lightnet}
+    kinds |= {"llama": mixers.llama, "tnl": mixers.tnl}
+    found: Tensor = kinds.get(name, mixers.lion)(model, x, weights, layer)
+    return found
+
+
+def plainly(model: ModelConfig, figures: dict[str, Any]) -> dict[str, Any]:
+    """Each image by itself: its patches, leading vectors, positions, layers, pooling, logits."""
+    assert model.head is not None and model.grid is not None
+    leaves = {name: weight.clone().requires_grad_() for name, weight in figures["weights"].items()}
+    mean, std = (torch.tensor(values * 4, dtype=torch.float64) for values in ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7]))
+    logits = []
+    for image in figures["tokens"]:
+        scaled = (image[model.grid.leading_tokens :].double() / 255 - mean) / std
+        x = scaled @ leaves["embedding.patches.weight"].T + leaves["embedding.patches.bias"]
+        if model.grid.leading_tokens:
+            x = torch.cat([leaves["embedding.patches.leading"], x])
+        if "embedding.positions.table" in leaves:
+            x = x + leaves["embedding.positions.table"]
+        if "embedding.tpe.decay_logit" in leaves:
+            x = plain.grid_toeplitz(model, x, leaves)
+        states = plain.document_states(model, leaves, x, functools.partial(mix, model))
+        pooled = {"mean": states.mean(0), "first": states[0], "last": states[-1]}[model.head.pooling]
+        logits.append(leaves["output_layer.weight"] @ pooled)
+    found = torch.log_softmax(torch.stack(logits), dim=-1)
+    losses = F.nll_loss(found, figures["labels"], reduction="none")
+    loss = losses @ torch.tensor([0.3, 1.1], dtype=torch.float64)
+    gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return {
+        "logits": found.detach(),
+        "losses": losses.detach(),
+        "gradients": dict(zip(leaves, gradients, strict=True)),
+    }
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("images") / "store").path
+
+
+@pytest.fixture(scope="module")
+def one_rank(run_ranks: RunRanks, store: Path) -> dict[str, dict[str, Any]]:
+    (found,) = run_ranks(by_the_engine, 1, store, [(name, {}) for name in MODELS], timeout_s=300)
+    return dict(zip(MODELS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_the_plain_one(one_rank: dict[str, dict[str, Any]], name: str) -> None:
+    figures = one_rank[name]["disturbed"]
+    plain.assert_equal(figures, plainly(MODELS[name], figures))
+    shapes = {key: tuple(weight.shape) for key, weight in figures["weights"].items()}
+    assert shapes == parameter_shapes(MODELS[name])
+
+
+def test_two_ranks_equal_one(run_ranks: RunRanks, store: Path, one_rank: dict[str, dict[str, Any]]) -> None:
+    """Every axis and every model; loss, top-1 and top-5, and every gradient."""
+    drawn = drawing.covering("axes of images", list(MODELS), AXES, ({}, {"recompute": "full"}))
+    cases = [(name, {**axes, **more}) for name, axes, more in drawn]
+    ranks = run_ranks(by_the_engine, 2, store, cases, timeout_s=600)
+    for number, (name, axes) in enumerate(cases):
+        expected, compared = one_rank[name], set()
+        for found in ranks:
+            one = found[number]
+            assert (one["tokens"], one["correct"]) == (8, expected["correct"]), (name, axes)
+            assert one["loss"] == pytest.approx(expected["loss"], rel=1e-12), (name, axes)
+            assert one["by_source"][0][1] == 8
+            for key, gradient in one["gradients"].items():
+                assert parity.error(gradient, expected["gradients"][key]) < 1e-10, (name, axes, key)
+            compared |= one["gradients"].keys()
+        assert compared == expected["gradients"].keys()
+    top = [one["correct"] for one in one_rank.values()]
+    assert all(first <= five <= 8 for first, five in top)
+    assert any(first < five < 8 for first, five in top)
+
+
+def embedded(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
+    """Of a model with a class token: its embedding of two images, and the weights."""
+    model = ModelConfig.model_validate({**MODELS["vit"].model_dump(), "grid": {"shape": GRID, "leading_tokens": 1}})
+    with start_mesh(device="cpu", init_method=init_method) as mesh:
+        module: Any = engine_of(mesh, model).module
+        plain.disturb(module)
+        tokens = torch.tensor(np.stack([[np.zeros(12), *patches(image)] for image in pixels()[:2]])).to(torch.uint8)
+        context = SequenceContext.of(torch.arange(9).repeat(2, 1))
+        return {"found": module.embedding(tokens, context).transpose(0, 1), "weights": plain.weights_of(module)}
+
+
+def test_the_embedding_is_that_of_transformers(run_ranks: RunRanks) -> None:
+    """Its blocks are not: they have biases, LayerNorm and a plain perceptron."""
+    vit = pytest.importorskip("transformers.models.vit.modeling_vit")
+    (built,) = run_ranks(embedded, 1)
+    weights = {name.removeprefix("embedding."): one for name, one in built["weights"].items() if "embedding." in name}
+    config = vit.ViTConfig(hidden_size=16, image_size=SHAPE[:2], patch_size=PATCH, hidden_dropout_prob=0.0)
+    theirs = vit.ViTEmbeddings(config).double()
+    # A convolution has the channels before the pixels.
+    kernel = weights["patches.weight"].view(16, *PATCH, 3).permute(0, 3, 1, 2)
+    state = {"cls_token": weights["patches.leading"][None], "position_embeddings": weights["positions.table"][None]}
+    projection = "patch_embeddings.projection."
+    state |= {f"{projection}weight": kernel, f"{projection}bias": weights["patches.bias"]}
+    theirs.load_state_dict(state)
+    values = torch.tensor(pixels()[:2]).double() / 255
+    values = (values - torch.tensor([0.1, 0.2, 0.3]).double()) / torch.tensor([0.5, 0.6, 0.7]).double()
+    torch.testing.assert_close(
+        built["found"].detach(), theirs(values.permute(0, 3, 1, 2)).detach(), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        # LightNet's table 14, and DeiT's sizes in its table 1; the base there is 0.5 % smaller than this one.
+        *(("lightnet-imagenet-tiny", 6.0), ("lightnet-imagenet-small", 22.6), ("lightnet-imagenet-base", 87.7)),
+        *(("vit-imagenet-tiny", 5.7), ("vit-imagenet-small", 22.0)),
+    ],
+)
+def test_published_sizes_have_the_printed_counts(name: str, printed: float) -> None:
+    config = load(name)
+    assert round(sum(parameter_terms(config.model).values()) / 1e6, 1) == printed
+    assert config.model.image_shape == (224, 224, 3)
+
+
+# ----- what does not fit --------------------------------------------------------------------------------------------
+
+
+RUN: dict[str, Any] = {
+    "model": MODELS["vit"].model_dump(),
+    "task": {"name": "classify-image"},
+    "data": {"store": Path("store"), "sequence_length": 10},
+    "optimizer": {"lr": 1e-3},
+    "train": {"steps": 2, "global_batch_size": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"sequence_length": 20}}, "data.sequence_length = 20: an image has 10 tokens"),
+        ({"data": {"packing": "whole"}}, 'data.packing = "whole": a sequence is one image'),
+        ({"task": {"name": "classify"}}, 'task.name = "classify": model.patches, the inputs of images, is set'),
+        ({"model": {"patches": None}}, "model.vocab_size is missing"),
+        ({"model": {"patches": None, "vocab_size": 9}}, "model.patches, the inputs of images, is missing; add"),
+        ({"model": {"vocab_size": 9}}, "model.vocab_size = 9 with model.patches"),
+        ({"model": {"grid": None}}, "model.patches with no model.grid"),
+        ({"model": {"grid": {"shape": [2, 2, 2]}}}, r"model.patches with model.grid.shape = \[2, 2, 2\]"),
+        ({"model": {"head": None}}, "model.patches without model.head"),
+        ({"model": {"patches": {"size": [2, 2], "mean": [0.1, 0.2]}}}, "model.patches.mean has 2 numbers for 3"),
+        ({"model": {"embedding_multiplier": 2.0}}, "model.embedding_multiplier = 2.0 with model.patches"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    RunConfig.model_validate(RUN)
+    table = {section: {**RUN.get(section, {}), **changes.get(section, {})} for section in {**RUN, **changes}}
+    with pytest.raises(ValueError, match=message):
+        RunConfig.model_validate(table)
+
+
+def test_stores_that_do_not_fit_are_named(store: Path) -> None:
+    opened, task = TokenStore(store), ClassifyImage(ClassifyImageConfig(), MODELS["vit"])
+    task.check_store(MODELS["vit"], opened, ["photos"])
+    grey = ModelConfig.model_validate({**RUN["model"], "patches": {"size": [2, 2], "channels": 1}})
+    message = r"has images of 4 x 8 x 3 .* reads images of 4 x 8 x 1 .*--images 4x8x1, or change"
+    with pytest.raises(UserError, match=message):
+        task.check_store(grey, opened, ["photos"])
+    few = ModelConfig.model_validate({**RUN["model"], "head": {"num_labels": 3}})
+    with pytest.raises(UserError, match=r"document 2 has the label 4, but model.head.num_labels = 3"):
+        task.check_store(few, opened, ["photos"])
+
+
+def test_plan_counts_patches() -> None:
+    config = RunConfig.model_validate({**RUN, "parallel": {"tensor": 2, "pipeline": 2}})
+    memory = rank_memory(config, check_layout(config, 4), 0)
+    first, _ = rank_parameters(MODELS["vit"], tensor=2, pipeline=2)
+    # Half of the layers' weights, of patches with their bias, of the leading vectors, of positions; norms whole.
+    layer = 4 * 16 * 16 + 3 * 16 * 24
+    assert memory.parameters == first == (layer + 16 * 12 + 16 + 2 * 16 + 10 * 16) // 2 + 2 * 16

@@ -1,0 +1,162 @@
+"""Parameter groups: learning rate, weight decay and betas of their own, also of copies on two stages."""
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightscale.config.model import ModelConfig
+from lightscale.config.schema import DataConfig, RunConfig, TrainConfig
+from lightscale.errors import UserError
+from lightscale.training.build import build_engine
+from lightscale.training.health.copies import check_copies
+from lightscale.training.optimizer.registry import optimizer_spec
+
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
+
+RunRanks = Callable[..., list[Any]]
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 24,
+    "norm": "rmsnorm",
+    "tie_word_embeddings": True,
+}
+EMBEDDING = "embedding.word_embeddings.weight"
+GROUPS: dict[str, dict[str, Any]] = {
+    "embeddings": {"parameters": ["embedding.*"], "lr_factor": 0.25, "weight_decay": 0.0},
+    "norms": {"parameters": ["*layernorm.weight"], "weight_decay": 0.5},
+    "still": {"parameters": ["*.mlp.linear_fc1.*", "*.mlp.linear_fc2.*"], "lr_factor": 0.0},
+    "quick": {"parameters": ["*.q_proj.weight"], "betas": [0.5, 0.6]},
+}
+DECAY, STEPS = 0.2, 3
+
+
+def constants(name: str) -> tuple[float, float, tuple[float, float]]:
+    """Learning rate, weight decay and betas that the parameter should have."""
+    if name == EMBEDDING:
+        return 0.25 * tiny.LR, 0.0, (0.9, 0.95)
+    if name.endswith("layernorm.weight"):
+        return tiny.LR, 0.5, (0.9, 0.95)
+    if ".mlp.linear_fc" in name:
+        return 0.0, DECAY, (0.9, 0.95)
+    if name.endswith("q_proj.weight"):
+        return tiny.LR, DECAY, (0.5, 0.6)
+    return tiny.LR, DECAY if name.endswith(".weight") and "norm" not in name else 0.0, (0.9, 0.95)
+
+
+def trained(rank: int, world_size: int, init_method: str, axes: Any) -> dict[str, list[Any]]:
+    """Records of steps by optimizer; the copies of the embedding are compared."""
+    found = {}
+    with tiny.mesh_on(axes, rank, init_method) as mesh:
+        for name in ("adamw", "lion"):
+            optimizer = {"name": name, "groups": GROUPS, "weight_decay": DECAY, "grad_clip": 0.0, "betas": [0.9, 0.95]}
+            engine = tiny.engine_in(mesh, optimizer=optimizer, **MODEL)
+            before = tiny.weights(engine)
+            found[name] = [(0.0, {}, before), *tiny.train(engine, 0, STEPS)]
+            check_copies(engine)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_one(run_ranks: RunRanks) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = run_ranks(trained, 1, (1, 1, 1, 1))[0]
+    return found
+
+
+def directions(optimizer: str, gradients: list[Tensor], betas: tuple[float, float]) -> Tensor:
+    """The last step's, of all gradients so far, in fp64."""
+    mean = square = torch.zeros_like(gradients[0], dtype=torch.float64)
+    for step, gradient in enumerate(gradients, start=1):
+        g = gradient.double()
+        direction = torch.sign(betas[0] * mean + (1 - betas[0]) * g)
+        if optimizer == "lion":
+            mean = betas[1] * mean + (1 - betas[1]) * g
+            continue
+        mean, square = betas[0] * mean + (1 - betas[0]) * g, betas[1] * square + (1 - betas[1]) * g * g
+        direction = mean / (1 - betas[0] ** step) / ((square / (1 - betas[1] ** step)).sqrt() + 1e-8)
+    return direction
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_every_group_has_its_constants(on_one: dict[str, list[Any]], optimizer: str) -> None:
+    records = on_one[optimizer]
+    for step in range(1, STEPS + 1):
+        for name, weight in records[step][2].items():
+            lr, decay, betas = constants(name)
+            before = records[step - 1][2][name].double()
+            gradients = [gradients[name] for _, gradients, _ in records[1 : step + 1]]
+            expected = -lr * (directions(optimizer, gradients, betas) + decay * before)
+            off = ((weight.double() - before) - expected).abs() > 1e-2 * tiny.LR
+            # Signs of what is zero but for rounding are any.
+            assert off.double().mean() < 2e-3, (step, name)
+
+
+def test_copies_on_two_stages_are_in_one_group(run_ranks: RunRanks, on_one: dict[str, list[Any]]) -> None:
+    """``check_copies`` has compared the embedding with the output layer of the last stage, which has another name."""
+    for found in run_ranks(trained, 2, (2, 1, 2, 1)):
+        for optimizer, expected in on_one.items():
+            for (_, _, own), (_, _, weights) in zip(found[optimizer], expected, strict=True):
+                off = (own[EMBEDDING] - weights[EMBEDDING]).abs() > 1e-2 * tiny.LR
+                assert off.double().mean() < 1e-2, optimizer
+            assert not torch.equal(found[optimizer][0][2][EMBEDDING], found[optimizer][-1][2][EMBEDDING])
+
+
+def held(rank: int, world_size: int, init_method: str) -> list[str]:
+    """Parameters that a step without gradients changes where the mixer of layer 0 alone is trained."""
+    groups = {"all": {"parameters": ["*"], "weight_decay": 0.5}}
+    with tiny.mesh_on((1, 1, 1, 1), rank, init_method) as mesh:
+        engine = build_engine(config(groups), mesh, vocab_size=120, trainable=True, trained_mixers=[0])
+        before = tiny.weights(engine)
+        engine.models[0].zero_grad_buffer()
+        engine.apply(0.1, engine.gradient_norm())
+        return [name for name, weight in tiny.weights(engine).items() if not torch.equal(weight, before[name])]
+
+
+def test_weights_that_are_not_trained_have_no_decay_of_a_group(run_ranks: RunRanks) -> None:
+    (changed,) = run_ranks(held, 1)
+    assert changed and all(name.startswith("decoder.layers.0.self_attention.") for name in changed)
+
+
+def config(groups: dict[str, dict[str, Any]], **optimizer: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(**MODEL, vocab_size=128),  # type: ignore[arg-type]
+        data=DataConfig(store=Path("store"), sequence_length=48),
+        optimizer={"lr": 1e-3, "groups": groups, **optimizer},  # type: ignore[arg-type]
+        train=TrainConfig(steps=1, global_batch_size=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            {"a": {"parameters": ["embedding.*"]}, "b": {"parameters": ["*word_emb*"]}},
+            f"optimizer.groups: {EMBEDDING} is in the groups a and b",
+        ),
+        (
+            {"a": {"parameters": ["embedding.*", "word_embeddings.weight"]}},
+            f'optimizer.groups.a.parameters: "word_embeddings.weight" is the name of no parameter of the model; a name '
+            f"is {EMBEDDING}",
+        ),
+    ],
+)
+def test_patterns_that_name_nothing_or_two_groups_are_refused(groups: Any, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        optimizer_spec(config(groups))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("betas", [[0.9], [0.9, 1.0], [0.9, 0.9, 0.9]])
+def test_betas_are_those_of_the_optimizer(betas: list[float]) -> None:
+    group = {"a": {"parameters": ["embedding.*"], "betas": betas}}
+    with pytest.raises(ValueError, match=r"groups\.a\.betas"):
+        config(group)
+    if len(betas) == 3:
+        assert optimizer_spec(config(group, name="ademamix")).of_group("a").betas == tuple(betas)  # type: ignore[attr-defined]

@@ -1,0 +1,123 @@
+"""Images classified by commands: from files to a store to a run, resumed on the same and on other ranks."""
+
+import json
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.cli import main
+from lightscale.runs.run_directory import RunDirectory, read_metrics
+from lightscale.training.checkpoints.directories import directory_name
+
+pytest.importorskip("PIL", reason="images are decoded by Pillow")
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
+RunRanks = Callable[..., list[Any]]
+STEPS, LABELS = 24, 4
+WORDS = [
+    "vit-digits",
+    "data.store=store",
+    "data.validation={held={source='a-validation', sequences=99}}",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.intermediate_size=32",
+    f"train.steps={STEPS}",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=4",
+    f"train.validate_every={STEPS}",
+    f"checkpoint.every={STEPS - 4}",
+    "optimizer.warmup_steps=1",
+]
+
+
+def write_store(folder: Path) -> None:
+    """The quarter of an image that is bright is its class."""
+    generator = np.random.default_rng(0)
+    labels = np.arange(160) % LABELS
+    images = generator.integers(0, 100, (160, 8, 8))
+    for image, label in zip(images, labels, strict=True):
+        image.reshape(2, 4, 2, 4)[label // 2, :, label % 2] += 120
+    np.savez(folder / "a.npz", images=images.astype(np.uint8), labels=labels)
+    words = ["--images", "8x8x1", "--validation", "0.2", "--name", "a", "--out", str(folder / "store")]
+    assert main(["data", "prepare", str(folder / "a.npz"), *words]) == 0
+
+
+def train_and_resume(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    results = commands(rank, world_size, init_method, folder, [["train", *WORDS, "--run", "runs/one"]])
+    for name in ("runs/again", "runs/on-four"):
+        run = RunDirectory(name)
+        shutil.copytree("runs/one", run.path)
+        shutil.rmtree(run.checkpoints / directory_name(STEPS))
+        run.status.unlink()
+    again = [["train", *WORDS, "--run", "runs/again"]]
+    return [*results, *commands(rank, world_size, f"{init_method}-again", folder, again)]
+
+
+def on_four(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    words = ["train", *WORDS, "parallel.pipeline=2", "parallel.sequence=2", "--run", "runs/on-four"]
+    return commands(rank, world_size, init_method, folder, [words])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    write_store(folder)
+    (results,) = run_ranks(train_and_resume, 1, str(folder), timeout_s=200)
+    assert [code for code, _ in results] == [0, 0], results
+    return folder
+
+
+def test_images_are_classified(trained: Path) -> None:
+    found = read_metrics(trained / "runs/one/metrics.jsonl")[-1]["validation"]["held"]
+    assert found["accuracy"] > 0.9, found
+    assert found["top5_accuracy"] == 1.0
+    assert json.loads((trained / "runs/one/classes.json").read_text()) == ["0", "1", "2", "3"]
+
+
+def test_a_resumed_run_is_the_same_also_on_other_ranks(
+    trained: Path, run_ranks: RunRanks, steps_of: Callable[..., dict[int, tuple[Any, ...]]]
+) -> None:
+    lines, again = (read_metrics(trained / f"runs/{name}/metrics.jsonl") for name in ("one", "again"))
+    assert again[-1]["attempt"] == 2
+    assert steps_of(again) == steps_of(lines)
+    for ((code, stderr),) in run_ranks(on_four, 4, str(trained), timeout_s=200):
+        assert code == 0, stderr
+    other = read_metrics(trained / "runs/on-four/metrics.jsonl")
+    for one, two in zip(lines[STEPS - 4 :], other[STEPS - 4 :], strict=True):
+        assert two["attempt"] == 2
+        assert abs(one["loss"] - two["loss"]) < 1e-5
+    assert other[-1]["validation"]["held"]["accuracy"] == lines[-1]["validation"]["held"]["accuracy"]
+
+
+def test_commands_know_images(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained)
+    assert main(["data", "samples", "runs/one", "--step", "2", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert len({one["window"] for one in step["samples"]}) == 16
+    assert all(one["documents"][0]["document"] == one["window"] for one in step["samples"])
+    assert main(["plan", *WORDS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["embedding"] == 32 * 5
+    # Of other classes: numbers alone would fit.
+    with np.load("a.npz") as arrays:
+        np.savez("named.npz", images=arrays["images"], labels=np.array(list("gfed"))[arrays["labels"]])
+    assert main(["data", "prepare", "named.npz", "--images", "8x8x1", "--validation", "0", "--out", "named"]) == 0
+    of_named = ["data.validation={held={store='named', source='named', sequences=9}}"]
+    for words, message in {
+        ("generate", "runs/one", "--prompt", "a"): "score and generate text; use a run of texts",
+        ("predict", "runs/one", "--file", "x.jsonl"): 'its task.name = "classify-image"',
+        ("export", "runs/one", "--to", "export"): "models of images cannot be loaded or exported",
+        ("train", *WORDS, *of_named, "--run", "runs/x"): "label 0 is the class d, and 0 in data.store = store; prepare",
+        ("train", "listops-tiny", "data.store=store", "--run", "runs/text"): "data.store = store has images",
+        ("train", *WORDS, "model.grid.shape=[2, 4]", "data.sequence_length=8", "--run", "runs/x"): "--images 4x8x1",
+    }.items():
+        assert main(list(words)) != 0
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
+    assert sorted(path.name for path in (trained / "runs").iterdir()) == ["again", "on-four", "one"]
