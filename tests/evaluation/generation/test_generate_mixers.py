@@ -15,10 +15,12 @@ from lightscale.kernels.operators import state_grows
 from lightscale.models.registry import mixer_spec
 from lightscale.runs.run_directory import RunDirectory
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_generate.py"))))
 
 STACKS: dict[str, str | list[str]] = {**{name: name for name in reading("causal")}, "hybrid": ["tnl*3", "llama"]}
 STACKS["quadratic"] = "causal-rn"
+DRAWN: list[str] = drawing.some("stacks that generate", list(STACKS), 6)
 OPTIONS = {
     "quadratic": ["model.mixer_options.causal-rn.form=quadratic"],
     # Where a head's output nearly vanishes, its norm magnifies what fp32 has rounded.
@@ -42,9 +44,9 @@ def cost(loaded: LoadedModel, position: int) -> tuple[int, list[Any]]:
     return document.state_bytes, operations.seen
 
 
-def measure(rank: int, world_size: int, init_method: str, folder: Path) -> dict[str, dict[str, Any]]:
+def measure(rank: int, world_size: int, init_method: str, folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
-    for name in STACKS:
+    for name in names:
         tnl.save(folder / name, 0, 1, f"{init_method}-{name}")
         with load_model(folder / name, device="cpu") as loaded:
             found[name] = {
@@ -60,15 +62,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> d
     folder = tmp_path_factory.mktemp("runs")
     tnl.write_store(folder / "store", tnl.train_sentencepiece([tnl.TEXT] * 20, vocab_size=420))
     (folder / "run.toml").write_text(tnl.CONFIG.format(root=tnl.ROOT, store=folder / "store"), encoding="utf-8")
-    for name, mixer in STACKS.items():
+    for name in DRAWN:
         RunDirectory(folder / name).create_or_open(
-            load(folder / "run.toml", [f"model.mixer={mixer!r}", *OPTIONS.get(name, [])])
+            load(folder / "run.toml", [f"model.mixer={STACKS[name]!r}", *OPTIONS.get(name, [])])
         )
-    (found,) = run_ranks(measure, 1, folder, timeout_s=400)
+    (found,) = run_ranks(measure, 1, folder, DRAWN, timeout_s=400)
     return dict(found)
 
 
-EACH = pytest.mark.parametrize("name", STACKS)
+EACH = pytest.mark.parametrize("name", DRAWN)
 
 
 @EACH

@@ -29,6 +29,7 @@ parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpe
 pytestmark = pytest.mark.timeout(600)
 RunRanks = Callable[..., list[Any]]
 MODELS = parity.WRITING
+DRAWN: list[str] = drawing.some("models that write", MODELS, 7)
 # Short rows, so that there are many, and documents that are longer than one.
 SETTINGS = {
     "shared": ScoringSettings(row_tokens=64, least_shared=5),
@@ -139,6 +140,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_process(run_ranks: RunRanks, folder: Path) -> dict[str, Any]:
+    (found,) = run_ranks(score, 1, folder, DRAWN, range(1), timeout_s=400)
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def every_model(run_ranks: RunRanks, folder: Path) -> dict[str, Any]:
     (found,) = run_ranks(score, 1, folder, MODELS, range(1), timeout_s=400)
     return dict(found)
 
@@ -149,7 +156,7 @@ def assert_as_each_alone(found: dict[str, Any], model: str, seeds: range) -> Non
             assert error(found[f"{model} / {name} / {seed}"][0], found[f"{model} / alone / {seed}"]) < 1e-10
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", DRAWN)
 def test_a_request_is_answered_alike_in_any_mixture(one_process: dict[str, Any], model: str) -> None:
     assert_as_each_alone(one_process, model, range(1))
 
@@ -161,7 +168,7 @@ def test_a_request_is_answered_alike_in_many_mixtures(run_ranks: RunRanks, tmp_p
         assert_as_each_alone(found, model, range(1, 5))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", DRAWN)
 def test_shared_prefixes_are_run_once(one_process: dict[str, Any], model: str) -> None:
     shared, apart = (one_process[f"{model} / {name} / 0"][1] for name in ("shared", "not shared"))
     assert shared.asked_tokens == apart.asked_tokens <= apart.run_tokens
@@ -169,20 +176,20 @@ def test_shared_prefixes_are_run_once(one_process: dict[str, Any], model: str) -
 
 
 def assert_as_one_process(
-    run_ranks: RunRanks, one_process: dict[str, Any], folder: Path, world_size: int, cases: list[str]
+    run_ranks: RunRanks, every_model: dict[str, Any], folder: Path, world_size: int, cases: list[str]
 ) -> None:
     ranks = run_ranks(score, world_size, folder, cases, range(1), timeout_s=200 + 20 * len(cases))
     for found in ranks:
         for key, (answers, _) in found.items():
             case, name, seed = key.split(" / ")
-            assert error(answers, one_process[f"{case.split()[0]} / alone / {seed}"]) < 1e-10, (case, name)
+            assert error(answers, every_model[f"{case.split()[0]} / alone / {seed}"]) < 1e-10, (case, name)
 
 
 @pytest.mark.long
-def test_two_ranks_give_the_answers_of_one(run_ranks: RunRanks, one_process: dict[str, Any], folder: Path) -> None:
+def test_two_ranks_give_the_answers_of_one(run_ranks: RunRanks, every_model: dict[str, Any], folder: Path) -> None:
     """Each layout with some models; `long` has all."""
     cases = [f"{model} {TWO[number % len(TWO)]}".strip() for number, model in enumerate(MODELS)]
-    assert_as_one_process(run_ranks, one_process, folder, 2, cases)
+    assert_as_one_process(run_ranks, every_model, folder, 2, cases)
 
 
 MANY = {2: TWO, 4: [*FOUR, "tensor=4", "sequence=4", "tensor=2"]}
@@ -191,18 +198,18 @@ MANY = {2: TWO, 4: [*FOUR, "tensor=4", "sequence=4", "tensor=2"]}
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", drawing.some("ranks of scoring", list(MANY), 1))
 def test_all_layouts_give_the_answers_of_one_process(
-    run_ranks: RunRanks, one_process: dict[str, Any], folder: Path, world_size: int
+    run_ranks: RunRanks, every_model: dict[str, Any], folder: Path, world_size: int
 ) -> None:
     """Each model with every third layout, each layout with every third model; `soak` has all."""
     pairs = itertools.product(enumerate(MODELS), enumerate(MANY[world_size]))
     cases = [f"{model} {layout}".strip() for (first, model), (second, layout) in pairs if (first + second) % 3 == 1]
-    assert_as_one_process(run_ranks, one_process, folder, world_size, cases)
+    assert_as_one_process(run_ranks, every_model, folder, world_size, cases)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", MANY)
 def test_any_layout_gives_the_answers_of_one_process(
-    run_ranks: RunRanks, one_process: dict[str, Any], folder: Path, world_size: int
+    run_ranks: RunRanks, every_model: dict[str, Any], folder: Path, world_size: int
 ) -> None:
     cases = [f"{model} {layout}".strip() for model in MODELS for layout in MANY[world_size]]
-    assert_as_one_process(run_ranks, one_process, folder, world_size, cases)
+    assert_as_one_process(run_ranks, every_model, folder, world_size, cases)
