@@ -33,6 +33,7 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true # some packages have files for other Pythons
 	@echo $$(($$(date +%s) - $$(cat $(VENV)/.began))) > $@
 
+CHECKED := tests/test_layering.py tests/test_safety.py
 # Static checks, dependencies, the direction of imports, and that nothing that is read can be executed.
 check: install
 	$(BIN)/ruff check
@@ -41,7 +42,7 @@ check: install
 	$(BIN)/mypy tools tests/twin
 	MYPYPATH=docs/_ext $(BIN)/mypy -p lightscale_site
 	$(BIN)/python tools/dependencies.py
-	$(BIN)/pytest -q tests/test_layering.py tests/test_safety.py
+	$(BIN)/pytest -q $(CHECKED)
 	@$(MAKE) --no-print-directory audit
 
 # Known weaknesses of the locked versions, where an index answers; the program is in an environment of its own, so that
@@ -69,7 +70,7 @@ fuzz:
 # The default suite; a part that fails does not keep the next from running.
 test: check
 	failed=0; \
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile --ignore tests/parallel || failed=1; \
+	$(PYTEST) --numprocesses $(JOBS) --dist loadfile $(addprefix --ignore ,tests/parallel $(CHECKED)) || failed=1; \
 	$(PYTEST) $(RANKS) || failed=1; \
 	exit $$failed
 
@@ -77,7 +78,7 @@ test: check
 test-skipped: install
 	$(PYTEST) --skipped --numprocesses $(JOBS) --dist loadfile || test $$? -eq 5
 
-# The rest: tests marked `long`; with SHARE=4 a quarter of each file's, drawn anew each time. Jobs of a scheduler mostly
+# The rest: tests marked `long`; with SHARE=8 an eighth of each file's, drawn anew each time. Jobs of a scheduler mostly
 # wait, so the others run beside them; those that measure speed run by themselves. Exit code 5 says that there is none.
 SHARE ?= 1
 LONG := 'long and not soak' --share $(SHARE)

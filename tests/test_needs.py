@@ -55,6 +55,7 @@ def assert_the_lacking_are_named(folder: Path, *words: str) -> None:
     assert "2 passed, 4 skipped in" in lines[-1]
 
 
+@pytest.mark.long
 def test_workers_name_what_is_lacking(folder: Path) -> None:
     assert_the_lacking_are_named(folder, "--numprocesses", "2")
 

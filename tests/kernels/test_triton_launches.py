@@ -34,8 +34,9 @@ def fits(x: int, y: int = 1, z: int = 1) -> bool:
     return all(1 <= size <= most for size, most in zip((x, y, z), MOST_PROGRAMS, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("forms", ["one", pytest.param("every", marks=pytest.mark.long)])
+@pytest.mark.parametrize("forms", ["one", "every"])
 def test_four_million_tokens_of_64_heads_of_128(forms: str) -> None:
     found = recorded(forms)
     assert found["elements"] >= 2**35
@@ -52,8 +53,9 @@ def test_four_million_tokens_of_64_heads_of_128(forms: str) -> None:
 MOST_VARIANTS = 4
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("batches", [6, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("batches", [6, 50])
 def test_compiled_variants_do_not_depend_on_lengths_and_documents(batches: int) -> None:
     found = recorded(str(batches))
     assert {name: one["integers"] for name, one in found.items() if one["integers"]} == {}

@@ -1,6 +1,7 @@
 """Triton kernels are written around known faults of compilers: what must not stand in their sources."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class _WithoutDocstrings(ast.NodeTransformer):
         return ast.copy_location(ast.Pass(), node) if is_text else node
 
 
+@functools.cache
 def kernels(path: Path) -> list[ast.FunctionDef]:
     """The functions that Triton compiles."""
     tree = _WithoutDocstrings().visit(ast.parse(path.read_text(encoding="utf-8")))
@@ -52,6 +54,7 @@ def kernels(path: Path) -> list[ast.FunctionDef]:
     return [f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)]
 
 
+@functools.cache
 def code(path: Path, *, in_kernels: bool) -> list[str]:
     """Lines without comments and docstrings."""
     tree = _WithoutDocstrings().visit(ast.parse(path.read_text(encoding="utf-8")))

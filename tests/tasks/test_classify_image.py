@@ -307,6 +307,7 @@ def test_the_model_is_the_plain_one(one_rank: dict[str, dict[str, Any]], name: s
     assert shapes == parameter_shapes(MODELS[name])
 
 
+@pytest.mark.long
 def test_two_ranks_equal_one(run_ranks: RunRanks, store: Path, one_rank: dict[str, dict[str, Any]]) -> None:
     """Every axis and every model; loss, top-1 and top-5, and every gradient."""
     drawn = drawing.covering("axes of images", list(MODELS), AXES, ({}, {"recompute": "full"}))

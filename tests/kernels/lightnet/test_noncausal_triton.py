@@ -17,6 +17,7 @@ from lightscale.kernels.common.backends import set_default_backend
 from lightscale.kernels.lightnet import Angles, lightnet_noncausal, noncausal
 from lightscale.kernels.lightnet.triton import tiling, whole
 
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
 boundaries, error, assert_close = comparing.boundaries, comparing.error, comparing.assert_close
 Tensors = dict[str, Tensor]
@@ -69,13 +70,17 @@ def assert_near(actual: Tensors, expected: Tensors, first: int = 0) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "angles", "first", "starts"),
-    [
-        (0, True, 0, None),
-        (1, False, 0, None),
-        (50, True, FAR, None),
-        (50, False, 0, [[0], [24, 49]]),
-        (41, True, 0, [[1, 2, 17, 33], [16, 40]]),
-    ],
+    drawing.some(
+        "whole documents",
+        [
+            (0, True, 0, None),
+            (1, False, 0, None),
+            (50, True, FAR, None),
+            (50, False, 0, [[0], [24, 49]]),
+            (41, True, 0, [[1, 2, 17, 33], [16, 40]]),
+        ],
+        3,
+    ),
 )
 def test_any_length_and_documents(tokens: int, angles: bool, first: int, starts: list[list[int]] | None) -> None:
     """Splits of 24 tokens in tiles of 16; widths that tiles do not fill; two heads."""

@@ -24,6 +24,7 @@ print("]")
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_cache_is_filled_once(tmp_path: Path) -> None:
     # The tests' processes interpret kernels.

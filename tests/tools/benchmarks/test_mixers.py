@@ -24,6 +24,10 @@ def bench_mixers(root: Path, *arguments: str) -> str:
     return finished.stdout
 
 
+# Speeds, for minutes.
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     root = Path(__file__).resolve().parents[3]

@@ -198,6 +198,7 @@ def kept(workplace: Path, run_ranks: RunRanks) -> tuple[RunDirectory, list[tuple
     return RunDirectory(workplace / "kept"), results[0]
 
 
+@pytest.mark.long
 def test_a_run_keeps_the_weights_of_every_eighth_step(kept: tuple[RunDirectory, list[tuple[int, str]]]) -> None:
     run, results = kept
     assert [code for code, _ in results] == [0, 0, 74], results
@@ -221,6 +222,7 @@ def test_a_run_keeps_the_weights_of_every_eighth_step(kept: tuple[RunDirectory, 
     assert "stripped/checkpoints has no checkpoint to resume from, only the weights of step 40" in "".join(last)
 
 
+@pytest.mark.long
 def test_the_command_understands_them(
     kept: tuple[RunDirectory, list[tuple[int, str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
