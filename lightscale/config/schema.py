@@ -288,6 +288,9 @@ class TrainConfig(Section):
     """Number format of weights and activations; auto: fp32 on CPUs, bf16 with fp32 main weights on GPUs."""
     cuda_graphs: Literal["auto", "off"] = "off"
     """CUDA graphs of micro-batches whose shapes repeat, with the same numbers; auto: where a run can be captured."""
+    z_loss_multiplier: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    """Factor of log² Z, Z the softmax's normaliser, added to the loss of each token in training (PaLM: 1e-4); 0: no
+    term."""
     validate_every: StepsOrZero = 0
     """Steps between validations; 0: never."""
     init_from: RunAtStep | None = None
@@ -539,6 +542,11 @@ class RunConfig(Section):
             raise ValueError(
                 f'model.head predicts labels of documents, but task.name = "{name}" predicts tokens; remove the table, '
                 'or use task.name = "classify"'
+            )
+        if self.train.z_loss_multiplier and (task.predicts_labels or self.teacher is not None):
+            raise ValueError(
+                f"train.z_loss_multiplier = {self.train.z_loss_multiplier} is for tasks that learn tokens from labels; "
+                f'with task.name = "{name}" set it to 0'
             )
         if task.reads_images != (self.model.patches is not None):
             cure = "add model.patches" if task.reads_images else 'use task.name = "classify-image"'

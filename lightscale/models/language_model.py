@@ -358,7 +358,8 @@ class LanguageModel(LanguageModule):
         top: Sequence[int] = (),
         targets: SoftTargets | None = None,
         transfer: Sequence[LayerTarget] | None = None,
-    ) -> Tensor:
+        z_loss: float = 0.0,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass over this rank's segment of the rows.
 
         Args:
@@ -383,6 +384,8 @@ class LanguageModel(LanguageModule):
                 are the divergence from them.
             transfer: what mixers of this model, which must all be on this stage, are to give; the losses are their
                 errors (``transfer_losses``), and no other part of the model is computed.
+            z_loss: with labels of ids, factor of log² Z in the losses (``linear_cross_entropy``); not 0: the losses,
+                and this term of them, (b, n) without a gradient.
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -434,10 +437,17 @@ class LanguageModel(LanguageModule):
         # output layer.
         weight = None if self.output_layer.weight is not None else self.embedding.word_embeddings.weight
         labels, loss_mask = (None if x is None else x.transpose(0, 1) for x in (labels, loss_mask))
-        output, _ = self.output_layer(
-            hidden, weight, labels=labels, loss_mask=loss_mask, targets=targets, vocab_size=self.vocab_size
+        output, terms = self.output_layer(
+            hidden,
+            weight,
+            labels=labels,
+            loss_mask=loss_mask,
+            targets=targets,
+            z_loss=z_loss,
+            vocab_size=self.vocab_size,
         )
-        return output.transpose(0, 1)
+        # Apart: the head keeps the gradients of a plain sum, as which it would not know that of a stacked result.
+        return (output.transpose(0, 1), terms.transpose(0, 1)) if z_loss else output.transpose(0, 1)
 
     def _scores(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """See ``top``; no logits but those of masked tokens are computed. fp64."""

@@ -4,12 +4,12 @@ Megatron's cross entropy casts every dtype to fp32, which hides fp64 comparisons
 computes in fp32 for half precision, in the dtype of the logits for others, and skips padding rows in the sum.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lightscale.kernels.cross_entropy import Reduce, linear_cross_entropy, linear_log_probability
+from lightscale.kernels.cross_entropy import Reduce, linear_cross_entropy_and_z_loss, linear_log_probability
 from lightscale.kernels.cross_entropy.divergence import SoftTargets, linear_divergence
 from lightscale.parallel.megatron import gather_from_sequence_parallel_region
 
@@ -23,10 +23,12 @@ def vocab_parallel_linear_cross_entropy(
     group: dist.ProcessGroup,
     loss_mask: Tensor | None = None,
     cap: float | None = None,
-) -> Tensor:
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """-log softmax(hidden weightᵀ)[label] per token, (n, b), without holding the logits; fp32 (fp64 for fp64 inputs).
 
-    The gradients of their sum are made in the same pass (``kernels.cross_entropy``).
+    The second result is the term of ``z_loss`` in them, without a gradient. The gradients of their sum are made in the
+    same pass (``kernels.cross_entropy``).
 
     With several tensor ranks hidden is gathered along the tokens. Every rank computes the part of its gradient from its
     rows of the vocabulary; the parts are reduce-scattered, as in Megatron's output layer.
@@ -39,24 +41,17 @@ def vocab_parallel_linear_cross_entropy(
         group: the tensor group.
         loss_mask: (n, b), factor of each loss; None for 1.
         cap: logits s are cap tanh(s / cap); None: they are s.
+        z_loss: factor of log² Z in the losses.
     """
+    options: dict[str, Any] = {"num_ids": vocab_size, "loss_mask": loss_mask, "cap": cap, "z_loss": z_loss}
     if group.size() == 1:
-        return linear_cross_entropy(hidden, weight, labels, num_ids=vocab_size, loss_mask=loss_mask, cap=cap)
+        return linear_cross_entropy_and_z_loss(hidden, weight, labels, **options)
 
     # Activations are split by token between layers (Megatron's sequence parallelism), but a rank's rows of the
     # vocabulary need every token. Backward the mapping sums the ranks' parts and shares them out by token again.
     gathered = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     first_id = group.rank() * weight.size(0)
-    return linear_cross_entropy(
-        gathered,
-        weight,
-        labels,
-        num_ids=vocab_size,
-        first_id=first_id,
-        reduce=_over(group),
-        loss_mask=loss_mask,
-        cap=cap,
-    )
+    return linear_cross_entropy_and_z_loss(gathered, weight, labels, first_id=first_id, reduce=_over(group), **options)
 
 
 def vocab_parallel_linear_divergence(

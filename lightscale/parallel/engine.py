@@ -44,6 +44,8 @@ class LossSums:
     """(loss, tokens) of each source."""
     correct: tuple[int, ...] = ()
     """Tokens whose label is among the k most probable ids, for each k that was asked for."""
+    z_loss: float | None = None
+    """Sum of the terms that ``Engine.z_loss`` adds in training; they are not in ``loss``. None: there are none."""
 
     @property
     def mean(self) -> float:
@@ -117,6 +119,7 @@ class Engine:
         overlap: reduce gradients and gather weights beside the computation; None: on GPUs, which alone gain by it.
         bucket_size: parameters that are reduced and gathered together, with ``overlap``; None: Megatron's choice.
         teach: of every micro-batch that is trained on, never in ``forward_only``; None: labels are all that is learned.
+        z_loss: factor of log² Z, the softmax's normaliser, in the loss that is trained on, never in ``forward_only``.
     """
 
     def __init__(
@@ -131,8 +134,9 @@ class Engine:
         overlap: bool | None = None,
         bucket_size: int | None = None,
         teach: Teaching | None = None,
+        z_loss: float = 0.0,
     ) -> None:
-        self.mesh, self.config, self.teach = mesh, config, teach
+        self.mesh, self.config, self.teach, self.z_loss = mesh, config, teach, z_loss
         self.position_buckets, self.num_sources = position_buckets, num_sources
         self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
         self.models: list[DistributedDataParallel] = []
@@ -269,7 +273,7 @@ class Engine:
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
-        return self._reduce(outputs, num_top=len(top))
+        return self._reduce(outputs, num_top=len(top), with_z_loss=not forward_only and self.z_loss > 0)
 
     def _forward_step(self, batches: Iterator[MicroBatch], model: nn.Module, **how: Any) -> Step:
         batch = next(batches)
@@ -289,22 +293,35 @@ class Engine:
 
     def _pass(self, model: nn.Module, inputs: GraphInputs) -> tuple[Tensor, Tensor, Tensor]:
         """The forward pass of what a graph reads, and its sums."""
-        return self._sum_losses(inputs, self._forward(model, inputs, cu_seqlens=inputs.cu_seqlens))
+        output = self._forward(model, inputs, cu_seqlens=inputs.cu_seqlens, **self._trained)
+        return self._sum_losses(inputs, output)
 
     def _training_step(self, passes: Iterator[MicroBatch | CapturedPass], model: nn.Module) -> Step:
         batch = next(passes)
         if isinstance(batch, CapturedPass):
             return batch.run()
         taught = {} if self.teach is None else self.teach(batch)
-        return self._forward(model, batch, **taught), partial(self._sum_losses, batch)
+        output = self._forward(model, batch, **taught, **self._trained)
+        return output, partial(self._sum_losses, batch)
 
-    def _sum_losses(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def _trained(self) -> dict[str, float]:
+        """Further arguments of the model's forward pass in training."""
+        return {"z_loss": self.z_loss} if self.z_loss else {}
+
+    def _sum_losses(self, batch: MicroBatch, output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(sum of the losses, which are masked, number of valid tokens, sums to report) of one micro-batch.
 
         Those to report are losses and tokens of each bucket, then of each source: (2, buckets + sources) fp64. Where
-        ``output`` is not the losses (b, n) but they and what is correct, (1 + k, b, n), its sums are further rows.
+        ``output`` is not the losses (b, n) but they and what is correct, (1 + k, b, n), its sums are further rows. So
+        are those of the terms of ``z_loss``, which come apart and are taken off the losses to report.
         """
-        losses, *correct = output if output.dim() == 3 else [output]
+        if isinstance(output, tuple):
+            losses, terms = output
+            shown = [losses.detach().double() - terms.double(), terms]
+        else:
+            losses, *correct = output if output.dim() == 3 else [output]
+            shown = [losses.detach(), *correct]
         # A sum and a count, not a mean: ranks and micro-batches have different numbers of valid tokens, and a mean of
         # their means would weigh a token by the layout. Megatron (calculate_per_token_loss) adds up both over
         # micro-batches and ranks, and divides the gradients once, in _finalize_gradients.
@@ -315,7 +332,7 @@ class Engine:
         # Buckets are of the index in the row, which sequence ranks begin in the middle of.
         indices = torch.arange(first, first + n, device=losses.device)
         bucket = indices * self.position_buckets // sum(lengths)
-        reported = [losses.detach().double(), batch.loss_mask.double(), *(one.double() for one in correct)]
+        reported = [one.double() for one in (shown[0], batch.loss_mask, *shown[1:])]
         sums = self._zero_sums(len(reported))
         for total_of, values in zip(sums, reported, strict=True):
             total_of.index_add_(0, bucket, values.sum(dim=0))
@@ -324,9 +341,9 @@ class Engine:
                 total_of.index_add_(0, self.position_buckets + batch.sources, values.sum(dim=1))
         return total, batch.loss_mask.sum().int(), sums
 
-    def _reduce(self, outputs: Sequence[Tensor], *, num_top: int) -> LossSums:
+    def _reduce(self, outputs: Sequence[Tensor], *, num_top: int, with_z_loss: bool) -> LossSums:
         # Only the last stage has outputs; the others take part with zeros, so that all groups make the same calls.
-        sums = self._zero_sums(2 + num_top)
+        sums = self._zero_sums(2 + num_top + with_z_loss)
         for output in outputs:
             sums += output
         dist.all_reduce(sums, group=self.mesh.groups.dp_cp)
@@ -342,7 +359,8 @@ class Engine:
             tokens=sum(count for _, count in buckets),
             by_bucket=tuple(buckets),
             by_source=tuple(sources),
-            correct=tuple(map(int, sums[2:, : self.position_buckets].sum(dim=1).tolist())),
+            correct=tuple(map(int, sums[2 : 2 + num_top, : self.position_buckets].sum(dim=1).tolist())),
+            z_loss=float(sums[-1, : self.position_buckets].sum()) if with_z_loss else None,
         )
 
     def _zero_sums(self, rows: int) -> Tensor:

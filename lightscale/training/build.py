@@ -64,6 +64,7 @@ def build_engine(
         position_buckets=config.metrics.position_buckets,
         num_sources=num_sources,
         teach=teach,
+        z_loss=config.train.z_loss_multiplier,
         # A bucket with weights that get no gradient would be waited for in vain.
         overlap=None if trained_mixers is None else False,
     )

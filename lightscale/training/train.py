@@ -380,7 +380,9 @@ class Trainer:
         # Skipped steps are always recorded, also where only every n-th step is: they explain gaps in the curves.
         if skipped is not None or metrics.due(step):
             self._check_directory()
-            more = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
+            more: dict[str, Scalar] = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
+            if sums.z_loss is not None:
+                more["z_loss"] = sums.z_loss / max(sums.tokens, 1)
             groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
             metrics.log_step(
                 step,

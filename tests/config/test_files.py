@@ -400,6 +400,10 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
             'evaluation.every_steps = 5 needs a model that predicts the next token, but task.name = "masked"',
         ),
         (["task.name=classify"], "needs the table model.head; set model.head.num_labels to the number of classes"),
+        (
+            ["task.name=classify", "model.head.num_labels=2", "train.z_loss_multiplier=1e-4"],
+            "train.z_loss_multiplier = 0.0001 is for tasks that learn tokens from labels; with task.name",
+        ),
         (["model.head.num_labels=3"], 'but task.name = "causal" predicts tokens; remove the table'),
         (["task.name=classify", "model.head.num_labels=1"], "model.head.num_labels = 1: must be a whole number >= 2"),
         (

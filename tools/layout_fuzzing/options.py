@@ -80,6 +80,7 @@ NUMBERS: dict[str, list[Any]] = {
     "data.curriculum": [[], [{"sequence_length": TOKENS // 2, "until_tokens": 1}]],
     "train.micro_batch_size": [1, 2],
     "train.recompute_layers": [None, 1],
+    "train.z_loss_multiplier": [0.0, 0.1],
     "optimizer.weight_decay": [0.1, 0.0],
     "optimizer.grad_clip": [1.0, 0.1],
     "optimizer.groups": [{}, {"first": {"parameters": ["embedding.*"], "lr_factor": 0.5, "weight_decay": 0.0}}],

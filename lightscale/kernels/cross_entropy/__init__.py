@@ -15,10 +15,24 @@ from lightscale.errors import UserError
 from lightscale.kernels.common.backends import AUTO, choose_backend, implementation, preload_backends
 from lightscale.kernels.common.states import state_dtype
 from lightscale.kernels.cross_entropy import chunked
-from lightscale.kernels.cross_entropy.chunked import Ids, LossGradients, Reduce, Softmax, Statistics, scale_
+from lightscale.kernels.cross_entropy.chunked import (
+    Ids,
+    LossGradients,
+    Reduce,
+    Softmax,
+    Statistics,
+    log_normalizer,
+    scale_,
+)
 from lightscale.kernels.cross_entropy.reference import linear_cross_entropy_reference
 
-__all__ = ["Reduce", "linear_cross_entropy", "linear_cross_entropy_reference", "linear_log_probability"]
+__all__ = [
+    "Reduce",
+    "linear_cross_entropy",
+    "linear_cross_entropy_and_z_loss",
+    "linear_cross_entropy_reference",
+    "linear_log_probability",
+]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -40,8 +54,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softmax: Softmax,
         chunk_tokens: int | None,
         cap: float | None,
+        z_loss: float,
         with_gradients: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         needs = ctx.needs_input_grad[:2]
         gradients, weights = None, None
         if with_gradients and any(needs):
@@ -57,19 +72,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk_tokens,
             reduce=reduce,
             cap=cap,
+            z_loss=z_loss,
             gradients=gradients,
             factors=weights,
         )
         ctx.save_for_backward(hidden, weight, labels, factors, *found)
-        ctx.ids, ctx.softmax, ctx.chunk_tokens, ctx.cap = ids, softmax, chunk_tokens, cap
+        ctx.ids, ctx.softmax, ctx.chunk_tokens, ctx.cap, ctx.z_loss = ids, softmax, chunk_tokens, cap, z_loss
         ctx.gradients = None if gradients is None else gradients.result()
         # In this order large logits cost no digits of the loss.
         losses = found.total.log() - (found.target - found.largest)
-        return losses if factors is None else torch.where(factors == 0, 0.0, losses * factors)
+        if not z_loss:
+            return _weighted(losses, factors), None
+        terms = _weighted(z_loss * log_normalizer(found).square(), factors)
+        ctx.mark_non_differentiable(terms)
+        return _weighted(losses, factors) + terms, terms
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dlosses: Tensor, _terms: Tensor | None) -> tuple[Tensor | None, ...]:
         made, ctx.gradients = ctx.gradients, None
         # Read from the strides, without a wait for the device: autograd expands the cotangent of a sum without a copy.
         is_sum = all(stride == 0 or size == 1 for stride, size in zip(dlosses.stride(), dlosses.shape, strict=True))
@@ -77,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # In place: the first backward pass consumes the gradients. A second pass over the same graph recomputes
             # them.
             gradients = tuple(None if gradient is None else scale_(gradient, dlosses[0]) for gradient in made)
-            return *gradients, *(None,) * 8
+            return *gradients, *(None,) * 9
         hidden, weight, labels, factors, *found = ctx.saved_tensors
         computed = chunked.backward(
             hidden,
@@ -85,13 +105,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             labels,
             ctx.ids,
             Statistics(*found),
-            dlosses if factors is None else torch.where(factors == 0, 0.0, dlosses * factors),
+            _weighted(dlosses, factors),
             ctx.softmax,
             ctx.chunk_tokens,
             cap=ctx.cap,
+            z_loss=ctx.z_loss,
             needs=ctx.needs_input_grad[:2],
         )
-        return *computed, *(None,) * 8
+        return *computed, *(None,) * 9
+
+
+def _weighted(losses: Tensor, factors: Tensor | None) -> Tensor:
+    return losses if factors is None else torch.where(factors == 0, 0.0, losses * factors)
 
 
 def linear_cross_entropy(
@@ -104,6 +129,7 @@ def linear_cross_entropy(
     reduce: Reduce | None = None,
     loss_mask: Tensor | None = None,
     cap: float | None = None,
+    z_loss: float = 0.0,
     chunk_tokens: int | None = None,
     backend: str = AUTO,
 ) -> Tensor:
@@ -127,6 +153,8 @@ def linear_cross_entropy(
             it for both in every chunk, the backward pass never.
         loss_mask: (...), factor of each loss, without a gradient; None for 1.
         cap: logits s are cap tanh(s / cap), above 0 (arXiv 2408.00118, section 2); None: they are s.
+        z_loss: at least 0; the losses have the term z_loss log² Z, with Z the sum of the exponentials of the logits
+            (arXiv 2204.02311, section 5).
         chunk_tokens: tokens whose logits exist at a time; by default as many as ``LOGITS_WORKSPACE_BYTES`` hold.
         backend: "auto", "triton", "chunked" (PyTorch's operators), "reference" (all logits at once, by
             autograd; one rank).
@@ -138,19 +166,52 @@ def linear_cross_entropy(
         UserError: a shape, dtype, device or backend does not fit; the message names the argument. The values of labels
             are checked on a CPU only: on a GPU a read would stall the stream.
     """
-    _check(hidden, weight, labels, num_ids, first_id, loss_mask, chunk_tokens, cap)
+    losses, _ = linear_cross_entropy_and_z_loss(
+        hidden,
+        weight,
+        labels,
+        num_ids=num_ids,
+        first_id=first_id,
+        reduce=reduce,
+        loss_mask=loss_mask,
+        cap=cap,
+        z_loss=z_loss,
+        chunk_tokens=chunk_tokens,
+        backend=backend,
+    )
+    return losses
+
+
+def linear_cross_entropy_and_z_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    num_ids: int,
+    first_id: int = 0,
+    reduce: Reduce | None = None,
+    loss_mask: Tensor | None = None,
+    cap: float | None = None,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """``linear_cross_entropy``, and the term of ``z_loss`` in it: (...), without a gradient."""
+    _check(hidden, weight, labels, num_ids, first_id, loss_mask, chunk_tokens, cap, z_loss)
     name = choose_backend("cross_entropy", hidden, backend)
     if name == "reference":
         if reduce is not None:
             raise UserError("linear_cross_entropy: backend 'reference' has no `reduce`; use 'auto' or 'chunked'")
         wide = state_dtype(hidden.dtype)
-        return linear_cross_entropy_reference(
-            hidden.to(wide), weight.to(wide), labels, num_ids=num_ids, loss_mask=loss_mask, cap=cap
-        )
+        inputs = hidden.to(wide), weight.to(wide), labels
+        options: dict[str, Any] = {"num_ids": num_ids, "loss_mask": loss_mask, "cap": cap}
+        losses = linear_cross_entropy_reference(*inputs, **options, z_loss=z_loss)
+        with torch.no_grad():
+            return losses, losses - linear_cross_entropy_reference(*inputs, **options)
     ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
     flat = hidden.reshape(-1, hidden.shape[-1])
     factors = None if loss_mask is None else loss_mask.detach().reshape(-1)
-    losses: Tensor = _LinearCrossEntropy.apply(
+    losses, terms = _LinearCrossEntropy.apply(
         flat,
         weight,
         labels.reshape(-1),
@@ -160,9 +221,12 @@ def linear_cross_entropy(
         implementation("cross_entropy", name),
         chunk_tokens,
         cap,
+        z_loss,
         torch.is_grad_enabled(),
     )
-    return losses.view(labels.shape)
+    return losses.view(labels.shape), losses.new_zeros(()).expand(labels.shape) if terms is None else terms.view(
+        labels.shape
+    )
 
 
 @torch.no_grad()
@@ -183,7 +247,7 @@ def linear_log_probability(
     Arguments, errors and the pass over the logits are those of ``linear_cross_entropy``; hidden is (tokens, d) and
     labels (tokens,). The back-end "reference" means "chunked" here.
     """
-    _check(hidden, weight, labels, num_ids, first_id, None, chunk_tokens, cap)
+    _check(hidden, weight, labels, num_ids, first_id, None, chunk_tokens, cap, 0.0)
     name = choose_backend("cross_entropy", hidden, backend)
     softmax: Softmax = implementation("cross_entropy", "chunked" if name == "reference" else name)
     ids = Ids(first_id, min(max(num_ids - first_id, 0), weight.shape[0]))
@@ -200,6 +264,7 @@ def _check(
     loss_mask: Tensor | None,
     chunk_tokens: int | None,
     cap: float | None,
+    z_loss: float,
 ) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise UserError(
@@ -223,6 +288,8 @@ def _check(
         raise UserError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     if cap is not None and cap <= 0:
         raise UserError(f"cap must be above 0, got {cap}")
+    if not 0 <= z_loss < torch.inf:
+        raise UserError(f"z_loss must be at least 0, got {z_loss}")
     if labels.device.type == "cpu":
         counted = labels if loss_mask is None else labels[loss_mask != 0]
         wrong = counted[(counted < 0) | (counted >= num_ids)]

@@ -51,15 +51,27 @@ class Softmax(Protocol):
         """The statistics for labels (tokens,), by one pass over the logits, which the pass may overwrite."""
 
     def statistics_and_gradient_(
-        self, logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
+        self, logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks, z_loss: float
     ) -> Statistics:
         """The statistics of all ranks; then ``gradient_`` of the losses times ``factors`` (tokens,)."""
 
-    def gradient_(self, logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
-        """Replace the logits by (softmax - one-hot of the label) dlosses, and padding by 0.
+    def gradient_(
+        self, logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor, z_loss: float
+    ) -> None:
+        """Replace the logits by (softmax (1 + 2 z_loss log Z) - one-hot of the label) dlosses, and padding by 0.
 
         ``found`` holds the statistics of all ranks; dlosses is (tokens,).
         """
+
+
+def log_normalizer(found: Statistics) -> Tensor:
+    """log Z, the logarithm of the softmax's normaliser, of each token: (tokens,)."""
+    return found.total.log() + found.largest
+
+
+def pulls(found: Statistics, dlosses: Tensor, z_loss: float) -> Tensor:
+    """The factor of the softmax in the gradient, of each token: (1 + 2 z_loss log Z) dlosses."""
+    return dlosses * (1 + 2 * z_loss * log_normalizer(found)) if z_loss else dlosses
 
 
 def statistics(logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
@@ -68,12 +80,12 @@ def statistics(logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
 
 
 def statistics_and_gradient_(
-    logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
+    logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks, z_loss: float
 ) -> Statistics:
     """See ``Softmax``. The gradient is the exponentials of the statistics times one number per token."""
     own, exponentials = _exponentials_(logits, labels, ids)
     found = over_ranks(own)
-    scale = factors / found.total
+    scale = pulls(found, factors, z_loss) / found.total
     if found is not own:
         scale = scale * (own.largest - found.largest).exp()
     _finish_gradient_(exponentials.mul_(scale[:, None]), logits, labels, ids, factors)
@@ -93,11 +105,12 @@ def _exponentials_(logits: Tensor, labels: Tensor, ids: Ids) -> tuple[Statistics
     return Statistics(largest, exponentials.sum(dim=1), target), exponentials
 
 
-def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
+def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor, z_loss: float) -> None:
     """See ``Softmax``."""
     # In place where the logits have the dtype of the arithmetic; half precision is copied to fp32, one chunk at a time.
     scores = logits[:, : ids.used].to(dlosses.dtype).sub_(found.largest[:, None])
-    _finish_gradient_(scores.exp_().mul_((dlosses / found.total)[:, None]), logits, labels, ids, dlosses)
+    scale = pulls(found, dlosses, z_loss) / found.total
+    _finish_gradient_(scores.exp_().mul_(scale[:, None]), logits, labels, ids, dlosses)
 
 
 def _finish_gradient_(gradient: Tensor, logits: Tensor, labels: Tensor, ids: Ids, dlosses: Tensor) -> None:
@@ -184,12 +197,13 @@ def forward(
     *,
     reduce: Reduce | None,
     cap: float | None = None,
+    z_loss: float = 0.0,
     gradients: LossGradients | None = None,
     factors: Tensor | None = None,
 ) -> Statistics:
     """The statistics of all tokens and ranks: hidden (tokens, d), weight (V / ranks, d), labels (tokens,).
 
-    ``cap``: see ``capped_``; None: logits stay as they are.
+    ``cap``: see ``capped_``; None: logits stay as they are. ``z_loss``: see ``Softmax.gradient_``.
     ``gradients`` collects the gradients of the sum of the losses times ``factors`` (tokens,); None: no gradients.
     """
     parts = []
@@ -204,7 +218,8 @@ def forward(
                 parts.append(softmax.statistics(logits, labels[tokens], ids))
                 continue
             # Reduced per chunk, not once for all chunks: the gradient needs the sums of all ranks.
-            parts.append(softmax.statistics_and_gradient_(logits, labels[tokens], ids, factors[tokens], over_ranks))
+            own = labels[tokens], ids, factors[tokens]
+            parts.append(softmax.statistics_and_gradient_(logits, *own, over_ranks, z_loss))
             gradients.add(tokens, logits if slope is None else logits.mul_(slope))
     if not parts:
         return Statistics(*hidden.new_zeros(3, 0, dtype=state_dtype(hidden.dtype)))
@@ -233,6 +248,7 @@ def backward(
     chunk_tokens: int | None,
     *,
     cap: float | None = None,
+    z_loss: float = 0.0,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight for any cotangents ``dlosses`` (tokens,), from the statistics of all ranks."""
@@ -242,7 +258,7 @@ def backward(
         for tokens, logits in logits_of_chunks(hidden, weight, chunk_tokens):
             slope = None if cap is None else capped_(logits, cap)
             part = Statistics(*(x[tokens] for x in found))
-            softmax.gradient_(logits, labels[tokens], ids, part, dlosses[tokens])
+            softmax.gradient_(logits, labels[tokens], ids, part, dlosses[tokens], z_loss)
             gradients.add(tokens, logits if slope is None else logits.mul_(slope))
     return gradients.result()
 

@@ -12,8 +12,9 @@ def linear_cross_entropy_reference(
     num_ids: int,
     loss_mask: Tensor | None = None,
     cap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """-log softmax(hidden weightᵀ)[label] of each token, in the dtype of the inputs.
+    """-log softmax(hidden weightᵀ)[label] + z_loss log² Z of each token, in the dtype of the inputs.
 
     Args:
         hidden: (..., d).
@@ -22,10 +23,14 @@ def linear_cross_entropy_reference(
         num_ids: rows of the weight in use; the rows behind have probability 0.
         loss_mask: (...), factor of each loss; None for 1.
         cap: logits s are cap tanh(s / cap); None: they are s.
+        z_loss: factor of log² Z, with Z the sum of the exponentials of the logits.
     """
     logits = hidden @ weight[:num_ids].mT
-    scores = torch.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), dim=-1)
-    if loss_mask is None:
-        return -scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    labels = labels.where(loss_mask != 0, 0)
-    return -scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * loss_mask
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    if loss_mask is not None:
+        labels = labels.where(loss_mask != 0, 0)
+    losses = -torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if z_loss:
+        losses = losses + z_loss * logits.logsumexp(dim=-1).square()
+    return losses if loss_mask is None else losses * loss_mask

@@ -177,11 +177,15 @@ class OutputLayer(ColumnParallelLinear):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         targets: SoftTargets | None = None,
+        z_loss: float = 0.0,
         vocab_size: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden: (n / tensor, b, d) -> logits (n, b, V / tensor), or with labels (n, b) their losses (n, b).
 
+        The second result is None, or with z_loss its term in the losses, (n, b).
+
         loss_mask: (n, b), factor of each loss; None for 1.
+        z_loss: factor of log² Z in the losses; see ``linear_cross_entropy``.
         targets: of another model, (n / tensor, b, d') and (V / tensor, d'): losses are the divergence from them.
         """
         if labels is None:
@@ -197,4 +201,5 @@ class OutputLayer(ColumnParallelLinear):
         }
         if targets is not None:
             return vocab_parallel_linear_divergence(hidden, rows, labels, targets, **how), None
-        return vocab_parallel_linear_cross_entropy(hidden, rows, labels, **how), None
+        losses, terms = vocab_parallel_linear_cross_entropy(hidden, rows, labels, z_loss=z_loss, **how)
+        return losses, terms if z_loss else None

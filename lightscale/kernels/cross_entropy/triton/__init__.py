@@ -38,7 +38,19 @@ def _statistics(logits, labels, largest, total, target, first_id, used, stride, 
 
 
 @triton.jit
-def _gradient(logits, labels, largest, total, dlosses, first_id, used, num_columns, stride, BLOCK: tl.constexpr):
+def _gradient(
+    logits,
+    labels,
+    largest,
+    total,
+    dlosses,
+    first_id,
+    used,
+    num_columns,
+    stride,
+    Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per token and BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +59,11 @@ def _gradient(logits, labels, largest, total, dlosses, first_id, used, num_colum
     dloss = tl.load(dlosses + token)
     label = tl.load(labels + token) - first_id
     hit = (column == label) & (column < used)
-    gradient = tl.exp(score - tl.load(largest + token)) * (dloss / tl.load(total + token)) - tl.where(hit, dloss, 0.0)
+    most, sums = tl.load(largest + token), tl.load(total + token)
+    pull = dloss
+    if Z_LOSS != 0:
+        pull *= 1 + 2 * Z_LOSS * (tl.log(sums) + most)
+    gradient = tl.exp(score - most) * (pull / sums) - tl.where(hit, dloss, 0.0)
     tl.store(pointers, tl.where(column < used, gradient, 0.0), mask=column < num_columns)
 
 
@@ -68,14 +84,21 @@ def _(logits: Tensor, labels: Tensor, first_id: int, used: int) -> tuple[Tensor,
 
 @torch.library.custom_op("lightscale::cross_entropy_gradient", mutates_args=("logits",))
 def _gradient_op(
-    logits: Tensor, labels: Tensor, first_id: int, used: int, largest: Tensor, total: Tensor, dlosses: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    first_id: int,
+    used: int,
+    largest: Tensor,
+    total: Tensor,
+    dlosses: Tensor,
+    z_loss: float,
 ) -> None:
     num_columns = logits.shape[1]
     if logits.numel():
         grid = len(labels), triton.cdiv(num_columns, _BLOCK)
         sizes = first_id, used, num_columns, logits.stride(0)
         with on_device_of(logits):
-            _gradient[grid](logits, labels, largest, total, dlosses, *sizes, _BLOCK, num_warps=4)
+            _gradient[grid](logits, labels, largest, total, dlosses, *sizes, z_loss, _BLOCK, num_warps=4)
 
 
 @_gradient_op.register_fake
@@ -89,21 +112,22 @@ def statistics(logits: Tensor, labels: Tensor, ids: Ids) -> Statistics:
 
 
 def statistics_and_gradient_(
-    logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks
+    logits: Tensor, labels: Tensor, ids: Ids, factors: Tensor, over_ranks: OverRanks, z_loss: float
 ) -> Statistics:
     """See ``chunked.Softmax``. Exponentials passed between the kernels would take more bytes than the logits."""
     found = over_ranks(statistics(logits, labels, ids))
-    gradient_(logits, labels, ids, found, factors)
+    gradient_(logits, labels, ids, found, factors, z_loss)
     return found
 
 
-def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor) -> None:
+def gradient_(logits: Tensor, labels: Tensor, ids: Ids, found: Statistics, dlosses: Tensor, z_loss: float) -> None:
     """See ``chunked.Softmax``."""
-    _gradient_op(logits, labels, *ids, found.largest, found.total, dlosses)
+    _gradient_op(logits, labels, *ids, found.largest, found.total, dlosses, z_loss)
 
 
 def _cases(dtype: str) -> list[KernelCase]:
     constants: dict[str, Any] = {"BLOCK": _BLOCK}
+    pulls = {"": 0.0, " z loss": 1e-4}
     common = {"logits": f"*{dtype}", "labels": "*i64", "first_id": "i32", "used": "i32", "stride": "i32"}
     fp32 = dict.fromkeys(("largest", "total", "target"), "*fp32")
     return [
@@ -114,12 +138,15 @@ def _cases(dtype: str) -> list[KernelCase]:
             constants=constants,
             tensor_cores=False,
         ),
-        KernelCase(
-            name=f"cross_entropy gradient {dtype}",
-            kernel=_gradient,
-            arguments=common | dict.fromkeys(("largest", "total", "dlosses"), "*fp32") | {"num_columns": "i32"},
-            constants=constants,
-            tensor_cores=False,
+        *(
+            KernelCase(
+                name=f"cross_entropy gradient {dtype}{name}",
+                kernel=_gradient,
+                arguments=common | dict.fromkeys(("largest", "total", "dlosses"), "*fp32") | {"num_columns": "i32"},
+                constants=constants | {"Z_LOSS": z_loss},
+                tensor_cores=False,
+            )
+            for name, z_loss in pulls.items()
         ),
     ]
 
