@@ -79,6 +79,10 @@ COMMANDS: dict[str, Command] = {
     "import": Command(
         module="lightscale.exchange.import_command", help="create a run from an exported model or a transformers LLaMA"
     ),
+    "average": Command(
+        module="lightscale.exchange.average_command",
+        help="create a run from the mean of checkpoints, or from an average that training kept",
+    ),
     "verify": Command(
         module="lightscale.exchange.verify_command",
         help="compare an export, run or token store with its hashes",

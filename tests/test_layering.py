@@ -65,6 +65,7 @@ LATE = {
     ("lightscale.evaluation.harness.tasks", "lightscale.evaluation.harness.answering"),
     ("lightscale.exchange.export_command", "lightscale.exchange.export"),
     ("lightscale.exchange.import_command", "lightscale.exchange.imported"),
+    ("lightscale.exchange.average_command", "lightscale.exchange.average"),
     ("lightscale.launch.doctor.command", "lightscale.launch.doctor.examine"),
     ("lightscale.launch.doctor.command", "lightscale.launch.doctor.warm"),
     # Triton is optional.

@@ -200,6 +200,12 @@ class ParameterGroup(Section):
     """Decay rates per step, as many as optimizer.betas has; none: optimizer.betas."""
 
 
+AverageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+"""Part of the names of tensors in checkpoints."""
+MOST_AVERAGES = 8
+"""Each takes as many bytes as the fp32 weights."""
+
+
 class OptimizerConfig(Section):
     """[optimizer]: the optimizer and its learning rate schedule. Every optimizer has its own type, with more keys."""
 
@@ -225,6 +231,8 @@ class OptimizerConfig(Section):
     """Weight decay, times lr, per step; of adam: added to the gradient. Norms, biases and decays have none."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it; 0: off."""
+    ema: dict[AverageName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={}, max_length=MOST_AVERAGES)
+    """Exponential moving averages of the weights: decay rate per step, by name; `lightscale average` reads them."""
     groups: dict[str, ParameterGroup] = Field(default={}, max_length=MOST_ENTRIES)
     """Parameter groups by name; a parameter is in one group at most."""
 

@@ -4,43 +4,31 @@ The weights of a run exported in fp32 return bit for bit. `evaluate`, `generate`
 `export` take it as any other run. Nothing in the directory is executed, and tensors pass from file to file.
 """
 
-import json
 import os
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightscale.config.files import load, to_toml
+from lightscale.config.files import load
 from lightscale.config.mixers import mixer_options_type
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.config.section import Section
 from lightscale.config.tasks import task_class
-from lightscale.data_pipeline.whole_files import whole_directory, write_json
+from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.exchange.export import RUN_CONFIG
 from lightscale.exchange.export_reader import Export, open_export
 from lightscale.exchange.files.weights import Part, run_shape, stored_parts, tensor_shapes
+from lightscale.exchange.files.written_run import write_run
 from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
-from lightscale.parallel.shards import Box
 from lightscale.runs.run_directory import RunDirectory
-from lightscale.training.checkpoints.directories import (
-    STATE,
-    TENSORS,
-    WEIGHTS_PREFIX,
-    directory_name,
-    environment,
-    rank_stem,
-)
-from lightscale.training.checkpoints.header import write_header
-from lightscale.training.checkpoints.manifest import write_manifest, write_synced
-from lightscale.training.checkpoints.tensor_file import write_blocks
+from lightscale.training.checkpoints.directories import directory_name
 
 STEP = 0
 """Of the imported checkpoint: RUN@0."""
@@ -59,18 +47,21 @@ def import_model(directory: Path, target: Path) -> Path:
         raise UserError(f"--run {target}: it exists; use a new run")
     export = open_export(directory)
     config = _config(export)
+    parts, sizes = stored_parts(config.model, vocab_size=export.shape.vocab_size), tensor_shapes(export.shape)
+    shapes = {key: (held[-1].rows.stop, *sizes[held[0].name or ""][1:]) for key, held in parts.items()}
     with whole_directory(target, others_are_equal=False) as draft:
-        run = RunDirectory(draft)
-        run.config.write_text(to_toml(config), encoding="utf-8")
-        run.tokenizer.mkdir()
-        export.tokenizer.save(run.tokenizer)
-        if export.classes:
-            write_json(run.classes, list(export.classes))
-        if export.chat is not None:
-            write_json(run.chat, export.chat.description())
-        run.checkpoints.mkdir()
-        _write_checkpoint(run.checkpoints / directory_name(STEP, "weights"), export, config.model)
-        run.write_status("finished", reason=f"imported from {directory.name}", step=STEP, tokens=0)
+        write_run(
+            draft,
+            config,
+            export.tokenizer,
+            classes=export.classes,
+            chat=export.chat,
+            shapes=shapes,
+            blocks=_blocks(export, shapes, parts),
+            step=STEP,
+            tokens=0,
+            reason=f"imported from {directory.name}",
+        )
     return RunDirectory(target).checkpoints / directory_name(STEP, "weights")
 
 
@@ -138,39 +129,16 @@ def model_of(shape: Shape) -> ModelConfig:
     )
 
 
-def _write_checkpoint(path: Path, export: Export, model: ModelConfig) -> None:
-    path.mkdir()
-    parts, sizes = stored_parts(model, vocab_size=export.shape.vocab_size), tensor_shapes(export.shape)
-    boxes = []
-    for key, held in parts.items():
-        inner = sizes[held[0].name or ""][1:]
-        shape = (held[-1].rows.stop, *inner)
-        boxes.append(Box(key=f"{WEIGHTS_PREFIX}{key}", shape=shape, offset=(0,) * len(shape), sizes=shape))
-    name = f"{rank_stem(0)}{TENSORS}"
-    files = {name: write_blocks(path / name, _blocks(export, boxes, list(parts.values())))}
-    state = {"step": STEP, "data": {"tokens": 0, "fingerprint": {"tokenizer": export.tokenizer.sha256}}}
-    files[STATE] = write_synced(path / STATE, json.dumps(state).encode())
-    facts = {
-        "step": STEP,
-        "contents": "weights",
-        "tokens": 0,
-        "tokenizer": export.tokenizer.sha256,
-        "layout": {"tensor": 1, "pipeline": 1, "sequence": 1, "data": 1},
-        "versions": environment(),
-        "hosts": [socket.gethostname()],
-    }
-    write_manifest(path, files, facts)
-
-
-def _blocks(export: Export, boxes: Sequence[Box], parts: Sequence[list[Part]]) -> Iterator[memoryview]:
-    yield memoryview(write_header([(box, "F32") for box in boxes]))
+def _blocks(
+    export: Export, shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, list[Part]]
+) -> Iterator[memoryview]:
     generator = torch.Generator().manual_seed(0)
-    for box, held in zip(boxes, parts, strict=True):
+    for key, held in parts.items():
         for part in held:
             if part.name is None:
                 # Padding rows take no probability. But one may become a mask, and the first norm would scale a row of
                 # zeros up without end.
-                rows_shape = (len(part.rows), *box.shape[1:])
+                rows_shape = (len(part.rows), *shapes[key][1:])
                 drawn = torch.empty(rows_shape).normal_(std=_PADDING_STD, generator=generator)
                 yield drawn.view(-1).view(torch.uint8).numpy().data
                 continue

@@ -25,7 +25,7 @@ from lightscale.parallel.megatron import (
     get_megatron_optimizer,
 )
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
-from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec
+from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, average_state
 
 # Of Megatron's distributed optimizer, which takes no other: what an elementwise optimizer replaces before it has state.
 _PLACEHOLDER = {"optimizer": "adam"}
@@ -82,6 +82,7 @@ class MegatronOptimizer(Optimizer):
             },
             use_gloo_process_groups=on_gpu,
         )
+        self._averages = Averages(spec.ema, self.megatron.chained_optimizers)
         if isinstance(spec, ElementwiseSpec):
             for part in self.megatron.chained_optimizers:
                 names = {weights: self._names[parameter] for parameter, weights in main_weights(part)}
@@ -150,7 +151,9 @@ class MegatronOptimizer(Optimizer):
                 if gradients := [p.grad for p in part.get_parameters() if p.grad is not None]:
                     torch._foreach_mul_(gradients, share)
         self._find_directions()
+        self._averages.begin()
         self.megatron.step_with_ready_grads()
+        self._averages.step()
 
     def _find_directions(self) -> None:
         """Between clipping and the steps: directions of elements that depend on others."""
@@ -185,7 +188,10 @@ class MegatronOptimizer(Optimizer):
                 first=own.start,
                 last=own.end,
                 weights=_flat(tensors["param"]),
-                state={name: _flat(tensors[name]) for name in self.spec.state_of(self._names[parameter])},
+                state={
+                    **{name: _flat(tensors[name]) for name in self.spec.step_state_of(self._names[parameter])},
+                    **{name: _flat(average) for name, average in self._averages.of(parameter).items()},
+                },
             )
         return None
 
@@ -196,6 +202,7 @@ class MegatronOptimizer(Optimizer):
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """See ``Optimizer``."""
         self._set_steps(counters[self.spec.step_counter])
+        self._averages.have_begun = counters[self.spec.step_counter] > 0
 
     def _zero_state(self) -> None:
         """The state before the first step, to which Megatron itself has no way back."""
@@ -204,6 +211,7 @@ class MegatronOptimizer(Optimizer):
                 for value in state.values():
                     value.zero_()
         self._set_steps(0)
+        self._averages.have_begun = False
 
     def _steps(self) -> Iterator[float]:
         """PyTorch's optimizers count for each parameter, fused ones for each group."""
@@ -224,6 +232,46 @@ class MegatronOptimizer(Optimizer):
                     group["step"] = steps
 
 
+class Averages:
+    """Exponential moving averages of this rank's fp32 weights, a ← decay a + (1 - decay) w after each step.
+
+    They begin at the weights before the first step.
+
+    ``decays``: by name; ``parts``: Megatron's ``DistributedOptimizer``s.
+    """
+
+    def __init__(self, decays: Mapping[str, float], parts: Sequence[Any]) -> None:
+        self.have_begun = False
+        """Whether a step was averaged; a checkpoint may be read before the first one."""
+        self._decays = {average_state(name): decay for name, decay in decays.items()}
+        self._weights = {
+            parameter: weights for part in parts for parameter, weights in main_weights(part) if self._decays
+        }
+        self._held = {
+            name: {parameter: torch.zeros_like(weights) for parameter, weights in self._weights.items()}
+            for name in self._decays
+        }
+
+    def of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Of this rank's elements of ``parameter``, by the names in the state; not copies."""
+        return {name: held[parameter] for name, held in self._held.items()}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before a step: the averages are the weights, unless they have begun."""
+        if self._weights and not self.have_begun:
+            for held in self._held.values():
+                torch._foreach_copy_(list(held.values()), list(self._weights.values()))
+        self.have_begun = True
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Behind a step."""
+        if self._weights:
+            for name, decay in self._decays.items():
+                torch._foreach_lerp_(list(self._held[name].values()), list(self._weights.values()), 1 - decay)
+
+
 class ElementwiseSteps:
     """The steps of ``spec`` on this rank's parts, flat and in fp32, in the place of Megatron's Adam.
 
@@ -240,7 +288,7 @@ class ElementwiseSteps:
         for group in param_groups:
             group["step"] = 0
             for weights in group["params"]:
-                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.state_of(names[weights])}
+                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.step_state_of(names[weights])}
 
     @torch.no_grad()
     def step(self) -> None:

@@ -22,6 +22,11 @@ _FP32_BYTES = 4
 _BF16_BYTES = 2
 
 
+def average_state(name: str) -> str:
+    """The name of the average ``name`` in the state, and in checkpoints."""
+    return f"ema_{name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
     """Constants of an optimizer. The learning rate is an argument of every step.
@@ -36,6 +41,8 @@ class OptimizerSpec(ABC):
 
     groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
     """By name; parameters of none have the constants above."""
+    ema: Mapping[str, float] = field(default_factory=dict)
+    """Name to decay rate per step of exponential moving averages of the weights, kept in fp32 beside the state."""
 
     options: ClassVar[type[OptimizerConfig]]
     """The type of section [optimizer] with this optimizer's name."""
@@ -72,9 +79,13 @@ class OptimizerSpec(ABC):
             own["betas"] = tuple(group.betas)
         return replace(self, **own)
 
-    def state_of(self, parameter: str) -> tuple[str, ...]:
+    def step_state_of(self, parameter: str) -> tuple[str, ...]:
         """Those names of ``state`` that the parameter with this global name has."""
         return self.state
+
+    def state_of(self, parameter: str) -> tuple[str, ...]:
+        """What is kept and saved of the parameter with this global name: ``step_state_of``, and the averages."""
+        return (*self.step_state_of(parameter), *map(average_state, self.ema))
 
     def state_bytes(self, parameter: str) -> int:
         """Bytes of the state of an element of ``parameter``, without the fp32 weights of bf16 training."""
@@ -144,7 +155,7 @@ class MatrixSpec(ElementwiseSpec):
 
     implementation: ClassVar[str] = "lightscale.parallel.matrices.optimizer:MatrixOptimizer"
 
-    def state_of(self, parameter: str) -> tuple[str, ...]:
+    def step_state_of(self, parameter: str) -> tuple[str, ...]:
         """See ``OptimizerSpec``."""
         is_matrix = parameter in self.matrices
         return tuple(name for name in self.state if (name in self.matrix_state) == is_matrix)

@@ -59,7 +59,7 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
     """Assumptions of the estimate, in sentences; `searched`: for all kinds of recomputation, not the configured one."""
     fp32 = weight_bytes(config) == _FP32_BYTES
     spec = optimizer_spec(config)
-    state = spec.state_description
+    state = spec.state_description + (" and averages of the weights" if spec.ema else "")
     precision = f"train.precision = {config.train.precision}, train.device = {config.train.device}"
     return [
         f"weights and activations in {'fp32' if fp32 else 'bf16'} ({precision})",

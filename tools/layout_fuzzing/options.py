@@ -84,6 +84,7 @@ NUMBERS: dict[str, list[Any]] = {
     "optimizer.weight_decay": [0.1, 0.0],
     "optimizer.grad_clip": [1.0, 0.1],
     "optimizer.groups": [{}, {"first": {"parameters": ["embedding.*"], "lr_factor": 0.5, "weight_decay": 0.0}}],
+    "optimizer.ema": [{}, {"slow": 0.9, "fast": 0.5}],
     "optimizer.alpha": [5.0, 0.0],
     "optimizer.slow_warmup_steps": [None, 2],
     "optimizer.newton_schulz_steps": [5, 2],

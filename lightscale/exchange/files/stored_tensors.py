@@ -28,6 +28,7 @@ class StoredTensors:
         directory: of the files.
         headers: the boxes in each of them.
         opener: opens one of them.
+        prefix: of the names of the tensors that are read; of an average of the weights, another one.
     """
 
     def __init__(
@@ -35,14 +36,20 @@ class StoredTensors:
         directory: Path,
         headers: Mapping[str, Sequence[Entry]],
         opener: Callable[[Path], BufferedReader] = open_file,
+        *,
+        prefix: str = WEIGHTS_PREFIX,
     ) -> None:
         self.directory, self._opener = directory, opener
         self._boxes: dict[str, list[tuple[Path, Entry]]] = {}
         for name, entries in headers.items():
             for entry in entries:
-                if entry.box.key.startswith(WEIGHTS_PREFIX):
-                    key = entry.box.key.removeprefix(WEIGHTS_PREFIX)
+                if entry.box.key.startswith(prefix):
+                    key = entry.box.key.removeprefix(prefix)
                     self._boxes.setdefault(key, []).append((directory / name, entry))
+
+    def shapes(self) -> dict[str, Shape]:
+        """Of all tensors, by name."""
+        return {key: held[0][1].box.shape for key, held in sorted(self._boxes.items())}
 
     def shape(self, rows: TensorRows) -> Shape:
         """Of what ``rows`` are together."""

@@ -22,6 +22,8 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     spec: OptimizerSpec = optimizer_class(section.name).from_config(section, config.total_steps)
     if isinstance(spec, MatrixSpec):
         spec = replace(spec, matrices=_stepped_whole(spec, matrices(config.model)))
+    if section.ema:
+        spec = replace(spec, ema=section.ema)
     if section.groups:
         spec = replace(spec, groups=section.groups)
         _check_groups(spec, list(parameter_shapes(config.model)))

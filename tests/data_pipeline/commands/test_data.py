@@ -1,6 +1,6 @@
 import json
 import math
-import time
+import os
 from pathlib import Path
 
 import pytest
@@ -172,9 +172,10 @@ def test_mistakes_end_with_78_and_one_line(
 
 @pytest.mark.long
 def test_the_standard_library_within_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.monotonic()
+    # Of this process and its children on the cores: other tests run beside this one.
+    started = sum(os.times()[:4])
     assert main(["data", "prepare", "--corpus", "stdlib", "--out", str(tmp_path / "store"), "--json"]) == 0
-    seconds = time.monotonic() - started
+    seconds = sum(os.times()[:4]) - started
     report = json.loads(capsys.readouterr().out)
     assert seconds < 60
     assert report["tokenizer"]["vocab_size"] == 4096

@@ -34,7 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def optimizer_of(name: str) -> dict[str, Any]:
-    return {"name": name, "weight_decay": DECAY, "grad_clip": CLIP, **OPTIONS[name]}
+    # Averages are part of the state that layouts give each other.
+    return {"name": name, "weight_decay": DECAY, "grad_clip": CLIP, "ema": {"slow": 0.9}, **OPTIONS[name]}
 
 
 def lion(g: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
