@@ -1,7 +1,7 @@
 """The weights of a checkpoint, read from its files: no mesh, no model, and never more of a tensor than is asked for."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class StoredTensors:
             at += len(block)
         return found
 
-    def blocks(self, rows: TensorRows) -> Iterator[Tensor]:
+    def blocks(self, rows: TensorRows) -> Generator[Tensor]:
         """``rows`` in their order, some at a time: at most 4 MiB, or one row, valid until the next is asked for."""
         shape = self._boxes[rows.key][0][1].box.shape
         dtype = self._dtype(rows.key)
