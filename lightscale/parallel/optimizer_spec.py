@@ -22,9 +22,13 @@ _FP32_BYTES = 4
 _BF16_BYTES = 2
 
 
+AVERAGE = "ema_"
+"""Begins the name of each average in the state, and in checkpoints."""
+
+
 def average_state(name: str) -> str:
     """The name of the average ``name`` in the state, and in checkpoints."""
-    return f"ema_{name}"
+    return f"{AVERAGE}{name}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightscale.files import kind
+from lightscale.parallel.optimizer_spec import AVERAGE
 from lightscale.parallel.shards import Shape, fault_of_cover
 from lightscale.training.checkpoints import header, schema
 from lightscale.training.checkpoints.directories import (
@@ -223,9 +224,13 @@ def _foreign_state(what: str, shapes: Mapping[str, Mapping[str, Shape]], weights
     """A parameter whose state ``what`` is missing or has not the weight's shape; None: there is none.
 
     An optimizer keeps some state for every weight, and may keep other tensors for some of them (Muon for matrices).
-    Kinds of state with one parameter in common have all in common.
+    Kinds of state with one parameter in common have all in common. Averages are of all weights.
     """
-    found, others = shapes[what], [one for name, one in shapes.items() if name != weights]
-    due = {name for one in others if one.keys() & found.keys() for name in one}
-    due |= shapes[weights].keys() - {name for one in others for name in one}
+    found, all_weights = shapes[what], shapes[weights].keys()
+    if what.startswith(AVERAGE):
+        due = found.keys() | all_weights
+    else:
+        others = [one for name, one in shapes.items() if name != weights and not name.startswith(AVERAGE)]
+        due = {name for one in others if one.keys() & found.keys() for name in one}
+        due |= all_weights - {name for one in others for name in one}
     return min((name for name in due if found.get(name) != shapes[weights].get(name)), default=None)

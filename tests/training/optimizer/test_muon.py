@@ -235,9 +235,12 @@ def test_patterns_and_betas_that_fit_nothing_are_refused(optimizer: dict[str, An
 
 def test_a_checkpoint_has_all_of_some_state_for_every_weight() -> None:
     weights = {"matrix": (4, 4), "norm": (4,)}
-    whole = {"model": weights, "momentum": {"matrix": (4, 4)}, "exp_avg": {"norm": (4,)}, "exp_avg_sq": {"norm": (4,)}}
+    kinds = {"momentum": {"matrix": (4, 4)}, "exp_avg": {"norm": (4,)}, "exp_avg_sq": {"norm": (4,)}}
+    whole = {"model": weights, "ema_slow": weights, **kinds}
     assert all(foreign_state(what, whole, "model") is None for what in whole if what != "model")
     for what, changed, wrong in (
+        ("ema_slow", {"matrix": (4, 4)}, "norm"),
+        ("ema_slow", {"matrix": (4, 4), "norm": (2,)}, "norm"),
         ("momentum", {}, "matrix"),
         ("momentum", {"matrix": (4, 3)}, "matrix"),
         ("exp_avg", {"norm": (4,), "matrix": (4, 4)}, "matrix"),
