@@ -64,6 +64,9 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.study.commands.study",
         help="plan, run and monitor a set of training runs; fit scaling laws",
     ),
+    "lr-find": Command(
+        module="lightscale.study.commands.lr_find", help="train with a growing learning rate, and show the loss over it"
+    ),
     "compare": Command(
         module="lightscale.study.commands.compare",
         help="compare losses, configurations and scores of runs on a page",

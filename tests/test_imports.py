@@ -93,6 +93,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("export nowhere --to there", 78, "no run nowhere"),
     ("export runs/first --to there --shard-size 1", 2, "use a size of at least 1MB"),
     ("import nowhere --run there", 78, "no model; expected"),
+    ("lr-find tiny-run.toml train.steps=3", 2, "lr-find sets train.steps by --steps; remove it"),
     ("average runs/first@3 --to there", 78, "no checkpoint of step 3"),
 ]
 

@@ -214,9 +214,11 @@ class OptimizerConfig(Section):
     muon: orthogonal matrices."""
     lr: Small
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine", "minus_sqrt", "polynomial", "inverse_sqrt", "wsd"] = "constant"
-    """Shape after the warm-up; inverse_sqrt: as 1/sqrt(step); wsd: constant, then decay over decay_steps; others: the
-    decay of that name until the end."""
+    schedule: Literal[
+        "constant", "linear", "cosine", "minus_sqrt", "polynomial", "inverse_sqrt", "wsd", "range_test"
+    ] = "constant"
+    """Shape after the warm-up; inverse_sqrt: as 1/sqrt(step); wsd: constant, then decay over decay_steps; range_test:
+    growth from min_lr_ratio, for `lightscale lr-find`; others: the decay of that name until the end."""
     warmup_steps: StepsOrZero = 0
     """Length of the linear warm-up from 0, in steps."""
     decay_steps: Steps | None = None
@@ -226,7 +228,7 @@ class OptimizerConfig(Section):
     decay_power: Small = 1.0
     """Exponent of polynomial; 1: linear."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Final learning rate of a decay, as a share of lr."""
+    """Final learning rate of a decay, and the first one of range_test, as a share of lr."""
     weight_decay: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.1
     """Weight decay, times lr, per step; of adam: added to the gradient. Norms, biases and decays have none."""
     grad_clip: PositiveOrZero = 1.0

@@ -164,7 +164,7 @@ def test_what_can_stand_where(engine: str, folder: Path) -> None:
     assert candidates("train", "x", "data.v") == ["data.validation."]
     assert candidates("train", "x", "optimizer.schedule=") == [
         f"optimizer.schedule={value}"
-        for value in ("constant", "linear", "cosine", "minus_sqrt", "polynomial", "inverse_sqrt", "wsd")
+        for value in ("constant", "linear", "cosine", "minus_sqrt", "polynomial", "inverse_sqrt", "wsd", "range_test")
     ]
     assert candidates("zebra", "") == []
     assert candidates("train", "$(touch made)", "`touch made`", "*") == []

@@ -75,14 +75,36 @@ def test_every_name_is_known() -> None:
     assert set(names["decay"]) == DECAYS.keys() == SHAPES.keys()
 
 
+def test_a_range_test_grows_by_one_factor_from_its_least_rate_to_the_peak() -> None:
+    found = rates(41, schedule="range_test", min_lr_ratio=1e-4)
+    assert found[0] == pytest.approx(2e-7, rel=1e-12)
+    assert found[-1] == pytest.approx(2e-3, rel=1e-12)
+    factors = [later / before for before, later in pairwise(found)]
+    assert factors == pytest.approx([10**0.1] * 40, rel=1e-12)
+    assert rates(1, schedule="range_test", min_lr_ratio=1e-4) == pytest.approx([2e-7])
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"), [({"warmup_steps": 3}, "warmup_steps = 3"), ({"min_lr_ratio": 0.0}, "0.0")]
+)
+def test_a_range_test_has_no_warm_up_and_no_rate_of_zero(options: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match="range_test") as error:
+        rates(5, schedule="range_test", **options)
+    assert wrong in str(error.value)
+
+
 LENGTHS = (12, 20, 31)
+
+
+def options_of(schedule: str) -> dict[str, Any]:
+    """What it needs, and a warm-up where it can have one."""
+    others = {"wsd": {"decay_steps": 5, "warmup_steps": 3}, "range_test": {}}
+    return {"schedule": schedule, **others.get(schedule, {"warmup_steps": 3})}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rates_are_the_same_in_runs_of_other_lengths_up_to_the_step_that_is_named(schedule: str) -> None:
-    options: dict[str, Any] = {"schedule": schedule, "warmup_steps": 3}
-    if schedule == "wsd":
-        options["decay_steps"] = 5
+    options = options_of(schedule)
     found = {length: rates(length, **options) for length in LENGTHS}
     for one in LENGTHS:
         fixed = schedule_of(optimizer := OptimizerConfig(lr=2e-3, **options)).fixed_until(optimizer, one)
@@ -95,9 +117,7 @@ def test_rates_are_the_same_in_runs_of_other_lengths_up_to_the_step_that_is_name
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rates_of_the_stable_phase_are_the_peak(schedule: str) -> None:
-    options: dict[str, Any] = {"schedule": schedule, "warmup_steps": 3}
-    if schedule == "wsd":
-        options["decay_steps"] = 5
+    options = options_of(schedule)
     stable = schedule_of(optimizer := OptimizerConfig(lr=2e-3, **options)).stable_steps(optimizer, 20)
     expected = {"constant": range(3, 21), "wsd": range(3, 16)}
     assert stable == expected.get(schedule)

@@ -7,11 +7,9 @@ from numpy.typing import NDArray
 
 from lightscale.config.schedules.registry import learning_rate, schedule_of
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.output.plot import DOTS_PER_INCH, check_plot_path, new_figure
 
-SUFFIXES = (".png", ".svg", ".pdf")
 _MOST_POINTS = 1000
-_DOTS_PER_INCH = 130
 
 
 def planned_rates(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -45,16 +43,8 @@ def draw(config: RunConfig, path: Path) -> None:
 
     Raises UserError for a suffix or a folder that cannot be, and where matplotlib is not installed.
     """
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"--plot {path}: a picture has the suffix {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: no folder {path.parent}; create it first")
-    try:
-        # Only where a picture is asked for.
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        raise UserError("--plot needs matplotlib; pip install 'lightscale[study]'") from None
-    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    check_plot_path(path)
+    figure = new_figure(7.5, 6.5)
     rate, batch, length = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     steps, rates = planned_rates(config)
     per_step = config.tokens_per_step
@@ -75,4 +65,4 @@ def draw(config: RunConfig, path: Path) -> None:
         rate.legend(fontsize=8)
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     length.set_xlabel(f"tokens, {per_step:,} per step")
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -4,6 +4,7 @@ from lightscale.config.schedules.constant import Constant
 from lightscale.config.schedules.decays import DECAYS
 from lightscale.config.schedules.interface import Schedule, Settings
 from lightscale.config.schedules.inverse_sqrt import InverseSqrt
+from lightscale.config.schedules.range_test import RangeTest
 from lightscale.config.schedules.whole_decay import WholeDecay
 from lightscale.config.schedules.wsd import WarmupStableDecay
 
@@ -12,6 +13,7 @@ SCHEDULES: dict[str, Schedule] = {
     **{shape: WholeDecay(shape) for shape in DECAYS},
     "inverse_sqrt": InverseSqrt(),
     "wsd": WarmupStableDecay(),
+    "range_test": RangeTest(),
 }
 
 
