@@ -84,7 +84,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "average": Command(
         module="lightscale.exchange.average_command",
-        help="create a run from the mean of checkpoints, or from an average that training kept",
+        help="create a run from the mean of checkpoints or a kept average",
     ),
     "verify": Command(
         module="lightscale.exchange.verify_command",

@@ -127,7 +127,7 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
             "training loss": ["^train/loss$"],
             "validation loss, all sets": ["^validation/"],
             "training loss by source": ["^loss_by_source/"],
-            "z-loss (train.z_loss_multiplier)": ["^train/z_loss$"],
+            **({"z-loss (train.z_loss_multiplier)": ["^train/z_loss$"]} if config.train.z_loss_multiplier else {}),
             **buckets,
         },
         "optimization": {

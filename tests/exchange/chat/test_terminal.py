@@ -207,7 +207,7 @@ def terminal(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             os.close(ours)
 
 
-def read_until(end: int, text: bytes, within_s: float = 90.0) -> bytes:
+def read_until(end: int, text: bytes, within_s: float = 200.0) -> bytes:
     seen, deadline_s = b"", time.monotonic() + within_s
     while text not in seen:
         assert time.monotonic() < deadline_s, seen
@@ -218,7 +218,7 @@ def read_until(end: int, text: bytes, within_s: float = 90.0) -> bytes:
     return seen
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_people_talk_in_a_terminal_until_ctrl_d(tmp_path: Path, needs: Callable[..., None]) -> None:
     needs("pseudo-terminals")
     with terminal(tmp_path) as (process, end):

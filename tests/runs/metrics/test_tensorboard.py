@@ -63,14 +63,21 @@ def test_texts_show_configuration_and_command_of_each_attempt(
     assert [one.replace("    \n", "\n") for one in shown] == [to_toml(config), to_toml(changed)]
 
 
-def test_every_chart_of_the_layout_has_the_curves_that_it_names(tmp_path: Path, config: RunConfig) -> None:
+@pytest.mark.parametrize("optional", [None, "train/z_loss"])
+def test_every_chart_of_the_layout_has_the_curves_that_it_names(
+    tmp_path: Path, config: RunConfig, optional: str | None
+) -> None:
+    if optional:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"z_loss_multiplier": 1e-4})})
     TensorboardSink(RunFacts(directory=tmp_path, config=config)).close()
     (event,) = read(tmp_path).Tensors("custom_scalars__config__")
     layout = Layout.FromString(tensor_util.make_ndarray(event.tensor_proto).item())
     charts = [(chart.title, list(chart.multiline.tag)) for one in layout.category for chart in one.chart]
     assert charts[0][0] == "training loss"
-    matched = {title: [tag for tag in TAGS if any(re.match(one, tag) for one in tags)] for title, tags in charts}
+    written = [*TAGS, optional] if optional else TAGS
+    matched = {title: [tag for tag in written if any(re.match(one, tag) for one in tags)] for title, tags in charts}
     assert all(matched.values())
+    assert [tags for title, tags in matched.items() if "z-loss" in title] == ([[optional]] if optional else [])
     assert matched["training loss"] == ["train/loss"]
     assert matched["validation loss, all sets"] == ["validation/held", "validation/other"]
     by_position = matched["validation loss of held by position in the sequence"]
