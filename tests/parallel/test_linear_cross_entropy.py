@@ -25,33 +25,37 @@ def make() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, labels, torch.randn(TOKENS, BATCH, generator=generator, dtype=torch.float64)
 
 
-def on_ranks(rank: int, world_size: int, init_method: str) -> dict[torch.dtype, tuple[Tensor, Tensor, Tensor]]:
-    """Losses, the gradient of this rank's tokens, and that of its rows of the vocabulary."""
+def on_ranks(rank: int, world_size: int, init_method: str, z_loss: float) -> dict[torch.dtype, tuple[Tensor, ...]]:
+    """Losses, their z-loss, the gradient of this rank's tokens, and that of its rows of the vocabulary."""
     found = {}
     mesh_of = {"tensor": world_size, "rank": rank, "world_size": world_size, "init_method": init_method}
     with start_mesh(**mesh_of) as mesh:
         for dtype in LIMITS:
             hidden, weight, labels, cotangents = make()
             own_hidden, own_weight = (t.to(dtype).chunk(world_size)[rank].requires_grad_() for t in (hidden, weight))
-            losses = vocab_parallel_linear_cross_entropy(
-                own_hidden, own_weight, labels, vocab_size=VOCAB_SIZE, group=mesh.groups.tp
+            losses, terms = vocab_parallel_linear_cross_entropy(
+                own_hidden, own_weight, labels, vocab_size=VOCAB_SIZE, group=mesh.groups.tp, z_loss=z_loss
             )
             gradients = torch.autograd.grad(losses, (own_hidden, own_weight), cotangents.to(losses.dtype))
-            found[dtype] = (losses.detach(), *gradients)
+            found[dtype] = (losses.detach(), terms, *gradients)
     return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_equals_log_softmax(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+def test_equals_log_softmax(ranks: int, z_loss: float, run_ranks: Callable[..., list[Any]]) -> None:
     hidden, weight, labels, cotangents = make()
     hidden.requires_grad_()
     weight.requires_grad_()
-    losses = linear_cross_entropy_reference(hidden, weight, labels, num_ids=VOCAB_SIZE)
-    expected = (losses.detach(), *torch.autograd.grad(losses, (hidden, weight), cotangents))
-    results = run_ranks(on_ranks, ranks)
+    terms = z_loss * (hidden @ weight[:VOCAB_SIZE].T).logsumexp(-1).square()
+    losses = linear_cross_entropy_reference(hidden, weight, labels, num_ids=VOCAB_SIZE) + terms
+    of_losses = torch.autograd.grad(losses, (hidden, weight), cotangents)
+    expected = (losses.detach(), terms.detach(), *of_losses)
+    results = run_ranks(on_ranks, ranks, z_loss)
     for dtype, limit in LIMITS.items():
-        assert all(torch.equal(result[dtype][0], results[0][dtype][0]) for result in results)
-        gradients = [torch.cat([result[dtype][index] for result in results]) for index in (1, 2)]
-        for found, wanted in zip((results[0][dtype][0], *gradients), expected, strict=True):
-            assert float((found.double() - wanted).norm() / wanted.norm()) < limit
+        for index in (0, 1):
+            assert all(torch.equal(result[dtype][index], results[0][dtype][index]) for result in results)
+        gradients = [torch.cat([result[dtype][index] for result in results]) for index in (2, 3)]
+        for found, wanted in zip((*results[0][dtype][:2], *gradients), expected, strict=True):
+            assert float((found.double() - wanted).norm()) <= limit * float(wanted.norm())
         assert not gradients[1][VOCAB_SIZE:].any()
