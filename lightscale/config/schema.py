@@ -188,7 +188,7 @@ class ParallelConfig(Section):
 
 
 class ParameterGroup(Section):
-    """[optimizer.groups.NAME]: parameters with a learning rate, weight decay or betas of their own."""
+    """[optimizer.groups.NAME]: parameters with a learning rate, weight decay, betas or clipping of their own."""
 
     parameters: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_ENTRIES)]
     """Patterns of the names of parameters, such as ["embedding.*", "*norm.weight"]; * is any text."""
@@ -198,6 +198,9 @@ class ParameterGroup(Section):
     """Weight decay, also of norms, biases and decays; none: as without the group."""
     betas: Annotated[list[Fraction], Field(max_length=MOST_ENTRIES)] | None = None
     """Decay rates per step, as many as optimizer.betas has; none: optimizer.betas."""
+    grad_clip: PositiveOrZero | None = None
+    """Largest norm of the group's gradients, which optimizer.grad_clip then does not see; 0: off; none: no limit of
+    their own."""
 
 
 AverageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
@@ -232,7 +235,8 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 0.1
     """Weight decay, times lr, per step; of adam: added to the gradient. Norms, biases and decays have none."""
     grad_clip: PositiveOrZero = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it; 0: off."""
+    """Largest global gradient norm, without groups that have grad_clip; larger gradients are scaled down to it; 0:
+    off."""
     ema: dict[AverageName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={}, max_length=MOST_AVERAGES)
     """Exponential moving averages of the weights: decay rate per step, by name; `lightscale average` reads them."""
     groups: dict[str, ParameterGroup] = Field(default={}, max_length=MOST_ENTRIES)

@@ -82,6 +82,10 @@ class MegatronOptimizer(Optimizer):
             },
             use_gloo_process_groups=on_gpu,
         )
+        # By group, None: of all that have no limit of their own.
+        self._limits: dict[str | None, float] = {None: spec.grad_clip}
+        self._limits |= {name: one.grad_clip for name, one in spec.groups.items() if one.grad_clip is not None}
+        self._norms = [0.0] * len(self._limits)
         self._averages = Averages(spec.ema, self.megatron.chained_optimizers)
         if isinstance(spec, ElementwiseSpec):
             for part in self.megatron.chained_optimizers:
@@ -122,14 +126,16 @@ class MegatronOptimizer(Optimizer):
             return math.inf
         # Megatron's own norm sums squares in fp32 where apex is missing, 4e-4 too small for ten million elements, and
         # waits for the device once a tensor. This one waits once.
-        parts = self.megatron.chained_optimizers
+        squares = torch.zeros(len(self._limits), dtype=torch.float64, device=self._device)
         # Each element of the model on one rank: those that tensor ranks or stages hold copies of count once.
-        gradients = [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
-        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
-        if gradients:
-            squares += torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
+        parts = self.megatron.chained_optimizers
+        counted = {id(gradient) for part in parts for gradient in part.get_main_grads_for_grad_norm()}
+        for index, gradients in enumerate(self._clipped_together()):
+            if gradients := [gradient for gradient in gradients if id(gradient) in counted]:
+                squares[index] += torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
         dist.all_reduce(squares, group=self.megatron.get_grad_stats_parallel_group())
-        return math.sqrt(squares.item())
+        self._norms = squares.sqrt().tolist()
+        return math.hypot(*self._norms)
 
     def apply(self, lr: float, grad_norm: float) -> None:
         """See ``Optimizer``.
@@ -145,15 +151,22 @@ class MegatronOptimizer(Optimizer):
             if own is not None and own.weight_decay is not None:
                 group["weight_decay"] = own.weight_decay
         # As Megatron's clipping, bit by bit, which without apex makes two launches for each tensor.
-        share = self.spec.grad_clip / (grad_norm + 1e-6)
-        if self.spec.grad_clip > 0 and share < 1:
-            for part in self.megatron.chained_optimizers:
-                if gradients := [p.grad for p in part.get_parameters() if p.grad is not None]:
-                    torch._foreach_mul_(gradients, share)
+        for limit, norm, gradients in zip(self._limits.values(), self._norms, self._clipped_together(), strict=True):
+            share = limit / (norm + 1e-6)
+            if limit > 0 and share < 1 and gradients:
+                torch._foreach_mul_(gradients, share)
         self._find_directions()
         self._averages.begin()
         self.megatron.step_with_ready_grads()
         self._averages.step()
+
+    def _clipped_together(self) -> list[list[Tensor]]:
+        """This rank's gradients of each of ``_limits``."""
+        found: dict[str | None, list[Tensor]] = {name: [] for name in self._limits}
+        for group in self.megatron.param_groups:
+            name = group.get(_GROUP)
+            found[name if name in found else None] += [p.grad for p in group["params"] if p.grad is not None]
+        return list(found.values())
 
     def _find_directions(self) -> None:
         """Between clipping and the steps: directions of elements that depend on others."""

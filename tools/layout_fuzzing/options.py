@@ -83,7 +83,10 @@ NUMBERS: dict[str, list[Any]] = {
     "train.z_loss_multiplier": [0.0, 0.1],
     "optimizer.weight_decay": [0.1, 0.0],
     "optimizer.grad_clip": [1.0, 0.1],
-    "optimizer.groups": [{}, {"first": {"parameters": ["embedding.*"], "lr_factor": 0.5, "weight_decay": 0.0}}],
+    "optimizer.groups": [
+        {},
+        {"first": {"parameters": ["embedding.*"], "lr_factor": 0.5, "weight_decay": 0.0, "grad_clip": 0.01}},
+    ],
     "optimizer.ema": [{}, {"slow": 0.9, "fast": 0.5}],
     "optimizer.alpha": [5.0, 0.0],
     "optimizer.slow_warmup_steps": [None, 2],

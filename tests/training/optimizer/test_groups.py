@@ -1,7 +1,9 @@
-"""Parameter groups: learning rate, weight decay and betas of their own, also of copies on two stages."""
+"""Parameter groups: learning rate, weight decay, betas and clipping of their own, also of copies on two stages."""
 
+import math
 import runpy
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +108,68 @@ def test_copies_on_two_stages_are_in_one_group(run_ranks: RunRanks, on_one: dict
                 off = (own[EMBEDDING] - weights[EMBEDDING]).abs() > 1e-2 * tiny.LR
                 assert off.double().mean() < 1e-2, optimizer
             assert not torch.equal(found[optimizer][0][2][EMBEDDING], found[optimizer][-1][2][EMBEDDING])
+
+
+CLIPPED: dict[str, dict[str, Any]] = {
+    "embeddings": {"parameters": ["embedding.*"], "grad_clip": 0.02},
+    "norms": {"parameters": ["*layernorm.weight"], "grad_clip": 1e-3, "lr_factor": 0.5},
+    "free": {"parameters": ["*.mlp.linear_fc1.*", "*.mlp.linear_fc2.*"], "grad_clip": 0.0},
+    "none": {"parameters": ["*.q_proj.weight"], "weight_decay": 0.0},
+}
+REST, EPS = 0.05, 50.0
+LAYOUTS = [(2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1, 1)]
+
+
+def limits(name: str) -> tuple[str, float, float]:
+    """What is clipped together with the parameter, its limit, and the factor of its learning rate."""
+    if name == EMBEDDING:
+        return "embeddings", 0.02, 1.0
+    if name.endswith("layernorm.weight"):
+        return "norms", 1e-3, 0.5
+    return ("free", math.inf, 1.0) if ".mlp.linear_fc" in name else ("rest", REST, 1.0)
+
+
+def clipped(rank: int, world_size: int, init_method: str, layouts: list[Any]) -> list[list[Any]]:
+    """Records of two steps on each layout. Without a memory, and with a large eps and rate, steps are gradients."""
+    section = {"groups": CLIPPED, "weight_decay": 0.0, "grad_clip": REST, "betas": [0.0, 0.0], "eps": EPS}
+    found = []
+    for number, axes in enumerate(layouts):
+        with tiny.mesh_on(axes, rank, f"{init_method}-{number}") as mesh:
+            engine = tiny.engine_in(mesh, optimizer=section, **MODEL)
+            records = [(0.0, {}, tiny.weights(engine))]
+            for step in range(2):
+                engine.forward_backward(tiny.step_batches(step, mesh))
+                # Before they are clipped.
+                names = {id(parameter): name for name, parameter in tiny.named(engine)}
+                gradients = {names[id(one)]: gradient.clone() for _, one, gradient in engine.gradients()}
+                records.append((engine.step(EPS), gradients, tiny.weights(engine)))
+            found.append(records)
+            check_copies(engine)
+    return found
+
+
+def test_a_group_is_clipped_by_its_own_norm_on_all_layouts(run_ranks: RunRanks) -> None:
+    ((one,),) = run_ranks(clipped, 1, [(1, 1, 1, 1)])
+    for (_, _, before), (norm, gradients, after) in pairwise(one):
+        squares = {limits(name)[0]: 0.0 for name in gradients}
+        for name, gradient in gradients.items():
+            squares[limits(name)[0]] += float(gradient.double().square().sum())
+        # The guard and the metrics see all gradients.
+        assert norm == pytest.approx(math.sqrt(sum(squares.values())), rel=1e-6)
+        for name, gradient in gradients.items():
+            together, limit, factor = limits(name)
+            share = min(1.0, limit / (math.sqrt(squares[together]) + 1e-6))
+            assert (share < 1) == (together != "free"), name
+            g = gradient.double() * share
+            step = after[name].double() - before[name].double()
+            # A step is added to a weight of 1 in fp32.
+            torch.testing.assert_close(step, -factor * EPS * g / (g.abs() + EPS), rtol=1e-4, atol=2e-7)
+    for of_rank in run_ranks(clipped, 2, LAYOUTS):
+        for axes, found in zip(LAYOUTS, of_rank, strict=True):
+            for (norm, _, own), (expected_norm, _, expected) in zip(found, one, strict=True):
+                assert norm == pytest.approx(expected_norm, rel=1e-5), axes
+                for name, weight in expected.items():
+                    assert float((own[name] - weight).abs().max()) < 2e-5, (axes, name)
 
 
 def held(rank: int, world_size: int, init_method: str) -> list[str]:
