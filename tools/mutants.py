@@ -130,7 +130,8 @@ class Copy:
     def run(self, arguments: Sequence[str], timeout_s: float = _TIMEOUT_S) -> tuple[int, str]:
         """Exit code and output of this copy's Python; what it started ends with it."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST_"))}
-        environment |= {"COLUMNS": "400", "VIRTUAL_ENV": str(self.root / ".venv")}
+        # All cases of those that a run draws some of.
+        environment |= {"COLUMNS": "400", "VIRTUAL_ENV": str(self.root / ".venv"), "LIGHTSCALE_TEST_SEED": "all"}
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(
                 [self._python, *arguments],
