@@ -15,7 +15,7 @@ RANKS := --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/parallel
 # One more for the jobs of a scheduler, which wait most of the time.
 LONG_JOBS ?= 4
 
-.PHONY: install check audit wheel fuzz test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
+.PHONY: install check check-types check-others audit wheel fuzz test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
 
 install: $(STAMP)
 
@@ -34,13 +34,18 @@ $(STAMP): pyproject.toml
 	@echo $$(($$(date +%s) - $$(cat $(VENV)/.began))) > $@
 
 CHECKED := tests/test_layering.py tests/test_safety.py
-# Static checks, dependencies, the direction of imports, and that nothing that is read can be executed.
+# Static checks, dependencies, the direction of imports, and that nothing that is read can be executed; two at a time.
 check: install
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line check-types check-others
+
+check-types:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p lightscale
 	$(BIN)/mypy tools tests/twin
 	MYPYPATH=docs/_ext $(BIN)/mypy -p lightscale_site
+
+check-others:
 	$(BIN)/python tools/dependencies.py
 	$(BIN)/pytest -q $(CHECKED)
 	@$(MAKE) --no-print-directory audit
