@@ -19,7 +19,7 @@ rank copies the overlaps of all stored shards with its own.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightscale.models.conversion import Conversion
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
+from lightscale.parallel.optimizer_spec import AVERAGE
 from lightscale.parallel.shards import TensorShard, copy_overlap, moved_rows
 from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
@@ -164,7 +165,7 @@ class Checkpoints:
                 # Before the model: the state of another optimizer has other tensors.
                 if not weights_only:
                     _check_counters(path, contents.state, engine.counters())
-                wanted = engine.wanted_shards(weights_only=weights_only)
+                wanted = _with_new_averages(engine.wanted_shards(weights_only=weights_only), contents.tensors)
                 self._check_same_model(path, wanted, contents.tensors, conversion)
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
@@ -279,6 +280,18 @@ class Checkpoints:
                         "the options of [optimizer] back, or start a new run with these weights (train.init_from)"
                     )
                 raise UserError(f"{path} is of another model: {name} is {found} there and {expected} {where}")
+
+
+def _with_new_averages(wanted: Sequence[TensorShard], files: Sequence[TensorFile]) -> list[TensorShard]:
+    """``wanted``, where averages that no file has read the weights instead: they begin with the step that follows."""
+    there = {box.key.partition(".")[0] for file in files for box in file.boxes}
+    found = []
+    for shard in wanted:
+        what, _, name = shard.box.key.partition(".")
+        if what.startswith(AVERAGE) and what not in there:
+            shard = replace(shard, box=replace(shard.box, key=f"{WEIGHTS_PREFIX}{name}"))
+        found.append(shard)
+    return found
 
 
 def _converted(stored: TensorShard, conversion: Conversion) -> Iterator[TensorShard]:

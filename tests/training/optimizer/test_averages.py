@@ -19,6 +19,8 @@ from lightscale.exchange.files.weights import TensorRows
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name
 from lightscale.training.checkpoints.reader import read_headers, verify
+from lightscale.training.checkpoints.restore import Checkpoints
+from lightscale.training.checkpoints.saving import Saver
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 tiny = SimpleNamespace(**runpy.run_path(str(HELPERS / "tiny_engine.py")))
@@ -72,6 +74,34 @@ def on_ranks(rank: int, world_size: int, init_method: str, axes: Any, optimizer:
 @pytest.mark.parametrize(("axes", "optimizer", "precision"), CASES)
 def test_averages_are_those_of_the_main_weights(axes: Any, optimizer: str, precision: str, run_ranks: RunRanks) -> None:
     assert run_ranks(on_ranks, axes[0], axes, optimizer, precision) == [[]] * axes[0]
+
+
+def begun_late(rank: int, world_size: int, init_method: str, folder: str) -> list[str]:
+    """Averages that do not begin at the weights of a checkpoint without them, and those of it that change."""
+    with tiny.mesh_on((world_size, world_size, 1, 1), rank, init_method) as mesh:
+        if world_size == 1:
+            engine = tiny.engine_in(mesh, optimizer={"ema": {"fast": 0.5}}, **MODEL)
+            tiny.train(engine, 0, 2)
+            Saver(Path(folder), mesh).save(engine, step=2, common={}, facts={})
+        engine = tiny.engine_in(mesh, optimizer={"ema": DECAYS}, seed=7, **MODEL)
+        assert Checkpoints(Path(folder), mesh).restore(engine) is not None
+        before = {key: (one.weights.clone(), one.state["ema_fast"].clone()) for key, one in owned(engine).items()}
+        faults = [f"{key}: read" for key, one in owned(engine).items() if not one.state["ema_slow"].equal(one.weights)]
+        faults += [
+            f"{key}: no average" for key, (weights, fast) in before.items() if "weight" in key and weights.equal(fast)
+        ]
+        tiny.train(engine, 2, 3)
+        for key, one in owned(engine).items():
+            for name, start in zip(("slow", "fast"), before[key], strict=True):
+                wanted = DECAYS[name] * start.double() + (1 - DECAYS[name]) * one.weights.double()
+                if float((one.state[f"ema_{name}"].double() - wanted).abs().max()) > 1e-6:
+                    faults.append(f"{key}: {name}")
+        return faults
+
+
+def test_an_average_that_a_checkpoint_lacks_begins_at_its_weights(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(begun_late, 1, str(tmp_path)) == [[]]
+    assert run_ranks(begun_late, 2, str(tmp_path)) == [[], []]
 
 
 WORDS = [
