@@ -39,7 +39,9 @@ def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site")
     built = build(DOCS, out)
-    assert (built.returncode, built.stderr) == (0, "")
+    # PyTorch's word about a CUDA toolkit on a machine without a GPU is none of the site's.
+    said = [line for line in built.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (built.returncode, said) == (0, [])
     return out / "html"
 
 
