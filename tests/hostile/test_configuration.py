@@ -124,14 +124,14 @@ def toml_text(value: object) -> str:
 
 def only_refused(read: Callable[[], Any]) -> Any:
     """What `read` gives, or None where it refuses; fails for another error, a long message and a long time."""
-    began = time.process_time()
+    began = time.thread_time()
     result, message = None, ""
     try:
         result = read()
     except UserError as error:
         message = str(error)
     assert len(message) < MOST_CHARACTERS, f"a message of {len(message)} characters: {message[:300]}"
-    took_s = time.process_time() - began
+    took_s = time.thread_time() - began
     assert took_s < MOST_S, f"took {took_s:.1f} s"
     return result
 
@@ -239,27 +239,27 @@ def test_every_number_has_bounds() -> None:
     ids=itertools.count(),
 )
 def test_text_that_stops_the_parser_is_refused(text: str, words: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(TomlError, match=words):
         parse_toml(text)
-    assert time.process_time() - began < MOST_S
+    assert time.thread_time() - began < MOST_S
 
 
 @pytest.mark.parametrize(
     "text", ["a" * 500_000, "a " * 300_000, '"' * 500_001, "'\"" * 200_000, ". " * 300_000], ids=itertools.count()
 )
 def test_looking_for_long_keys_is_quick(text: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(TomlError):
         parse_toml(text)
-    assert time.process_time() - began < 2 * MOST_S
+    assert time.thread_time() - began < 2 * MOST_S
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(UserError) as caught:
         load(path, overrides)
-    assert time.process_time() - began < 2 * MOST_S
+    assert time.thread_time() - began < 2 * MOST_S
     assert len(str(caught.value)) < MOST_CHARACTERS
     return str(caught.value)
 
