@@ -31,6 +31,8 @@ _LONGEST_POLL_S = 1.0
 # Writing the stacks takes milliseconds. A rank that has not begun by then is in a system call that no signal
 # interrupts, as on a dead file system, and never will.
 _STACKS_S = 2.0
+# What a rank does in a step, and behind it with the number of that step, in this order; then all else, such as saving.
+_ORDER = ("reading data", "forward and backward", "optimizer", "validation", "evaluation", "agreeing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +130,11 @@ class Watchdog:
         elif mute := [rank for rank in late if rank not in beats]:
             ranks, doing = mute, ", starting Python"
         else:
-            oldest = min(beats.values(), key=lambda beat: beat.time_s)
+            # Others wait for the one that is least far: it may have come there last, when it had to wait for a core.
+            cause = min(beats.values(), key=lambda beat: (beat.step, _place(beat.doing), beat.time_s))
             # Ranks that do the same wait for one another; the times do not show which of them is the cause.
-            ranks = [rank for rank, beat in beats.items() if beat.where == oldest.where]
-            doing = f" at {oldest.where}"
+            ranks = [rank for rank, beat in beats.items() if beat.where == cause.where]
+            doing = f" at {cause.where}"
         others = f", like {_names(ranks[1:])}" if len(ranks) > 1 else ""
         reason = f"no heartbeat for {silent_s:.1f} s{doing}{others}"
         # Not by this watchdog's own readings, which are too far apart to show who was silent first on another node.
@@ -178,3 +181,8 @@ def _status(process: psutil.Process) -> str:
 def _names(ranks: Sequence[int]) -> str:
     """rank 1; ranks 0, 2"""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _place(doing: str) -> int:
+    """How far in a step a rank is that does that."""
+    return _ORDER.index(doing) if doing in _ORDER else len(_ORDER)

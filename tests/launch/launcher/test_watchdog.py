@@ -4,11 +4,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightscale.training.health.heartbeat import start_allowance_s
+from lightscale.launch.launcher.watchdog import Watchdog
+from lightscale.training.health.heartbeat import Beat, start_allowance_s
 
 # Several starts of several processes, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(600)
@@ -95,3 +97,26 @@ def test_a_suspended_job_does_not_count_as_hanging(start: Callable[..., Any]) ->
 def test_a_start_may_take_longer() -> None:
     assert start_allowance_s(3.0) == 120.0
     assert start_allowance_s(60.0) == 600.0
+
+
+@pytest.mark.parametrize(
+    ("beats", "cause"),
+    [
+        # A rank that came last to where it hangs, since it had waited for a core; the other waits for it.
+        ({0: (5, "agreeing", 1.0), 1: (5, "reading data", 1.1)}, (1,)),
+        ({0: (6, "forward and backward", 1.0), 1: (6, "reading data", 1.1)}, (1,)),
+        ({0: (5, "agreeing", 1.1), 1: (5, "saving", 1.0)}, (0,)),
+        ({0: (6, "reading data", 1.0), 1: (5, "saving", 1.1)}, (1,)),
+        ({0: (6, "optimizer", 1.0), 1: (6, "optimizer", 1.1)}, (0, 1)),
+    ],
+)
+def test_the_rank_that_is_least_far_is_the_cause(
+    tmp_path: Path, beats: dict[int, tuple[int, str, float]], cause: tuple[int, ...]
+) -> None:
+    watchdog = Watchdog(tmp_path / "heartbeats", logs=tmp_path, ranks=range(2), hang_timeout_s=HANG_TIMEOUT_S)
+    watchdog._last = {
+        rank: Beat(rank=rank, time_s=time_s, allowed_s=4.0, step=step, process_id=os.getpid(), doing=doing)
+        for rank, (step, doing, time_s) in beats.items()
+    }
+    watchdog._silent_s = {0: 4.5, 1: 4.5}
+    assert watchdog._describe([0, 1], []).ranks == cause
