@@ -32,6 +32,8 @@ _LONGEST_POLL_S = 1.0
 # interrupts, as on a dead file system, and never will.
 _STACKS_S = 2.0
 # What a rank does in a step, and behind it with the number of that step, in this order; then all else, such as saving.
+# A rollback comes before the steps that it leads back to, whose numbers are lower.
+_ROLLBACK = "rolling back"
 _ORDER = ("reading data", "forward and backward", "optimizer", "validation", "evaluation", "agreeing")
 
 
@@ -131,7 +133,7 @@ class Watchdog:
             ranks, doing = mute, ", starting Python"
         else:
             # Others wait for the one that is least far: it may have come there last, when it had to wait for a core.
-            cause = min(beats.values(), key=lambda beat: (beat.step, _place(beat.doing), beat.time_s))
+            cause = min(beats.values(), key=lambda beat: (_progress(beat), beat.time_s))
             # Ranks that do the same wait for one another; the times do not show which of them is the cause.
             ranks = [rank for rank, beat in beats.items() if beat.where == cause.where]
             doing = f" at {cause.where}"
@@ -183,6 +185,8 @@ def _names(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _place(doing: str) -> int:
-    """How far in a step a rank is that does that."""
-    return _ORDER.index(doing) if doing in _ORDER else len(_ORDER)
+def _progress(beat: Beat) -> tuple[int, int]:
+    """How far a rank is: its step, and its place in it."""
+    if beat.doing == _ROLLBACK:
+        return -1, 0
+    return beat.step, _ORDER.index(beat.doing) if beat.doing in _ORDER else len(_ORDER)

@@ -107,6 +107,7 @@ def test_a_start_may_take_longer() -> None:
         ({0: (6, "forward and backward", 1.0), 1: (6, "reading data", 1.1)}, (1,)),
         ({0: (5, "agreeing", 1.1), 1: (5, "saving", 1.0)}, (0,)),
         ({0: (6, "reading data", 1.0), 1: (5, "saving", 1.1)}, (1,)),
+        ({0: (4, "forward and backward", 1.1), 1: (7, "rolling back", 1.0)}, (1,)),
         ({0: (6, "optimizer", 1.0), 1: (6, "optimizer", 1.1)}, (0, 1)),
     ],
 )
