@@ -1,5 +1,6 @@
 """``--plot PATH`` of commands: a figure by matplotlib, which is installed with lightscale[study] only."""
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,18 +14,18 @@ DOTS_PER_INCH = 130
 
 
 def check_plot_path(path: Path) -> None:
-    """Raise UserError for a suffix or a folder that cannot be, before work begins."""
+    """Raise UserError, before work begins, for a suffix or a folder that cannot be, or without matplotlib."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"--plot {path}: a picture has the suffix {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise UserError(f"--plot {path}: no folder {path.parent}; create it first")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib; pip install 'lightscale[study]'")
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of this size in inches. UserError where matplotlib is not installed."""
-    try:
-        # Only where a picture is asked for.
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError:
-        raise UserError("--plot needs matplotlib; pip install 'lightscale[study]'") from None
+    """An empty figure of this size in inches, behind ``check_plot_path``."""
+    # Only where a picture is asked for: it is optional, and takes long to import.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     return Figure(figsize=(width, height), layout="constrained")

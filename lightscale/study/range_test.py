@@ -88,7 +88,7 @@ def read_range_test(run: RunDirectory) -> RangeCurve:
 
 
 def draw(test: RangeCurve, path: Path, title: str) -> None:
-    """Write a picture of losses over rates to ``path``; its folder is there. UserError without matplotlib."""
+    """Write a picture of losses over rates to ``path``, behind ``check_plot_path``."""
     figure = new_figure(7.5, 4.5)
     axes = figure.subplots()
     axes.plot(test.rates, test.losses, ".", color="#1f77b4", alpha=0.35, markersize=4, label="step")
