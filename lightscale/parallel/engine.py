@@ -375,15 +375,15 @@ class Engine:
         assert self.optimizer is not None, "this engine has no optimizer"
         return self.optimizer.gradient_norm()
 
-    def apply(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, whose ``gradient_norm()`` was ``grad_norm``, and apply them at learning rate ``lr``."""
+    def apply(self, lr: float) -> None:
+        """Clip the gradients by the norms that ``gradient_norm`` found, and apply them at learning rate ``lr``."""
         assert self.optimizer is not None, "this engine has no optimizer"
-        self.optimizer.apply(lr, grad_norm)
+        self.optimizer.apply(lr)
 
     def step(self, lr: float) -> float:
         """Apply the gradients, whatever they are; returns their global norm before clipping."""
         grad_norm = self.gradient_norm()
-        self.apply(lr, grad_norm)
+        self.apply(lr)
         return grad_norm
 
     def reset_optimizer(self) -> None:

@@ -123,6 +123,7 @@ class MegatronOptimizer(Optimizer):
         """See ``Optimizer``."""
         # Where losses are scaled, Megatron looks for what is not finite itself and answers True.
         if self.megatron.prepare_grads():
+            self._norms = [math.inf] * len(self._limits)
             return math.inf
         # Megatron's own norm sums squares in fp32 where apex is missing, 4e-4 too small for ten million elements, and
         # waits for the device once a tensor. This one waits once.
@@ -134,10 +135,10 @@ class MegatronOptimizer(Optimizer):
             if gradients := [gradient for gradient in gradients if id(gradient) in counted]:
                 squares[index] += torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
         dist.all_reduce(squares, group=self.megatron.get_grad_stats_parallel_group())
-        self._norms = squares.sqrt().tolist()
+        self._norms = [math.sqrt(square) for square in squares.tolist()]
         return math.hypot(*self._norms)
 
-    def apply(self, lr: float, grad_norm: float) -> None:
+    def apply(self, lr: float) -> None:
         """See ``Optimizer``.
 
         Megatron's ``step()`` is one call from the norm to the new weights. Here it is two, so that the guard can judge

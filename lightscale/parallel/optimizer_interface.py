@@ -52,8 +52,8 @@ class Optimizer(ABC):
         """
 
     @abstractmethod
-    def apply(self, lr: float, grad_norm: float) -> None:
-        """Clip the gradients, whose ``gradient_norm()`` was ``grad_norm``, and apply them at learning rate ``lr``."""
+    def apply(self, lr: float) -> None:
+        """Clip the gradients by the norms that ``gradient_norm`` found, and apply them at learning rate ``lr``."""
 
     @abstractmethod
     def reset(self) -> None:

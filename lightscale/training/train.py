@@ -374,7 +374,7 @@ class Trainer:
             every = self.config.metrics.parameter_norms_every
             if every and step % every == 0 and metrics.due(step):
                 norms = ParameterNorms(self.engine)
-            self.engine.apply(lr, grad_norm)
+            self.engine.apply(lr)
             self.replicas.remember()
         self.step = step
         # Skipped steps are always recorded, also where only every n-th step is: they explain gaps in the curves.

@@ -48,7 +48,7 @@ def measure(engine: Engine, is_measured: bool) -> tuple[list[Any], dict[str, Ten
         names = {id(parameter): name for name, parameter in tiny.named(engine)}
         own = {names[id(p)]: (p, gradient) for _, p, gradient in engine.gradients()} if is_measured else {}
         gradients = {name: one.clone() for name, one in tiny.gather(engine, own).items()}
-        engine.apply(0.1, norm)
+        engine.apply(0.1)
         if norms is not None:
             after = tiny.weights(engine)
             weights, updates = whole_norms(before), whole_norms({name: after[name] - before[name] for name in before})

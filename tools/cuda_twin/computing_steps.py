@@ -121,7 +121,7 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
             sums = engine.forward_backward([batch.to(mesh.device) for batch in batches])
             gradients = {name: _kept(gradient) for name, _, gradient in engine.gradients()}
             norm = engine.gradient_norm()
-            engine.apply(config.optimizer.lr, norm)
+            engine.apply(config.optimizer.lr)
             steps.append({"loss": sums.mean, "norm": norm, "gradients": gradients, "weights": _weights(engine)})
         if case.checkpoints and not case.first:
             Saver(Path(case.checkpoints), mesh).save(engine, step=case.last, common={}, facts={})

@@ -179,7 +179,7 @@ def held(rank: int, world_size: int, init_method: str) -> list[str]:
         engine = build_engine(config(groups), mesh, vocab_size=120, trainable=True, trained_mixers=[0])
         before = tiny.weights(engine)
         engine.models[0].zero_grad_buffer()
-        engine.apply(0.1, engine.gradient_norm())
+        engine.step(0.1)
         return [name for name, weight in tiny.weights(engine).items() if not torch.equal(weight, before[name])]
 
 

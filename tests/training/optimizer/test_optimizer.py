@@ -82,7 +82,7 @@ class Momentum(Optimizer):
         return float(torch.cat([p.main_grad.flatten() for p in self.velocity]).norm())  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def apply(self, lr: float, grad_norm: float) -> None:
+    def apply(self, lr: float) -> None:
         for parameter, velocity in self.velocity.items():
             velocity.mul_(RATE).add_(parameter.main_grad)  # type: ignore[attr-defined]
             parameter.sub_(lr * velocity)
