@@ -53,6 +53,9 @@ def _device() -> ctypes.CDLL:
 
 def captured_here() -> list[Callable[[], object]] | None:
     """What the graph that is captured on the current stream computes until here; None: nothing is captured."""
+    # The run beside it, on CPUs, has no device.
+    if not torch.cuda.is_available():
+        return None
     number = _device().null_capture_of(torch.cuda.current_stream().cuda_stream)
     return _graphs.setdefault(number, []) if number else None
 
