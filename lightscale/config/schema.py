@@ -537,7 +537,7 @@ class RunConfig(Section):
     def _check_task(self) -> None:
         """Raise ValueError when the task does not fit the layers' directions, packing, head or evaluation."""
         name, task = self.task.name, task_class(self.task.name)
-        if self.data.packing == "joined" and not task.writes_text:
+        if self.data.packing == "joined" and not task.writes_text and not task.reads_images:
             raise ValueError(
                 f'data.packing = "joined" merges the documents of a sequence, but task.name = "{name}" needs them '
                 'apart; use "concat" or "whole"'

@@ -1,6 +1,7 @@
-"""Checks of text values and paths: characters that no file holds, paths that no system opens."""
+"""Checks of text values and paths: characters that no file holds, paths that no system opens; words of commands."""
 
 import os
+from collections.abc import Iterable
 
 MOST_BYTES = 65_536
 """Longest text in a configuration."""
@@ -33,3 +34,8 @@ def path_fault(path: str) -> str | None:
     if len(encoded) >= _MOST_PATH_BYTES or longest > _MOST_NAME_BYTES:
         return f"must be a path below {_MOST_PATH_BYTES} bytes, with names of at most {_MOST_NAME_BYTES} bytes"
     return None
+
+
+def allow_changes(keys: Iterable[str]) -> str:
+    """The options of ``lightscale train`` that accept changes of ``keys``."""
+    return " ".join(f"--allow-change {key}" for key in keys)

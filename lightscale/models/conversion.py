@@ -133,7 +133,8 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
     layer and the vocabulary are the same.
 
     Ids that the source does not have are drawn, as a mask that is new (transformers' ``resize_token_embeddings``).
-    UserError where inputs, widths or layers differ, so that they share no shapes, and where the target has fewer ids.
+    UserError where inputs, widths or layers differ, so that they share no shapes, where the same mixers have other
+    shapes, as of images with other channels, and where the target has fewer ids.
     """
     before, now = ("ids" if model.patches is None else "patches of images" for model in (source, target))
     if before != now:
@@ -146,6 +147,7 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
                 f"model.{key}={there}"
             )
     if all(getattr(source, key) == getattr(target, key) for key in ("layers", "num_heads", "head", "vocab_size")):
+        _require_same_parameters(source, target)
         return None
     if target.vocab_size < source.vocab_size:
         raise UserError(
@@ -168,6 +170,16 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
         beginnings=beginnings,
         unused=tuple(weight for weight in given.values() if weight not in used),
     )
+
+
+def _require_same_parameters(source: ModelConfig, target: ModelConfig) -> None:
+    """UserError where one has a parameter that the other lacks, or has in another shape."""
+    there, here = (dict(parameter_shapes(model)) for model in (source, target))
+    for name in dict.fromkeys((*there, *here)):
+        before, now = (shapes.get(name, "missing") for shapes in (there, here))
+        if before != now:
+            lines = "; ".join(line.partition(": ")[0] for line in other_settings(source, target))
+            raise UserError(f"{name} is {before} there and {now} here" + (f": {lines}" if lines else ""))
 
 
 def _require_shapes(given: dict[str, RoleWeight], taken: dict[str, RoleWeight]) -> None:

@@ -28,7 +28,7 @@ from lightscale.config.files import difference, load, to_toml
 from lightscale.config.optimizers import length_defaults
 from lightscale.config.schedules.registry import schedule_of
 from lightscale.config.schema import RunConfig
-from lightscale.config.text import path_fault
+from lightscale.config.text import allow_changes, path_fault
 from lightscale.errors import UserError, shortened
 from lightscale.files import NotRegular, kind, open_regular, read_regular, sync
 from lightscale.records import MOST_LINE_BYTES, SEAL, Record, newest_lines, parse_line, read_records, seal_of, sealed
@@ -236,7 +236,7 @@ class RunDirectory:
             raise UserError(
                 f"{self.path} holds a run with another configuration:\n" + "\n".join(lines) + "\n"
                 "Restore these values, start a new run with --run, or accept the new values at your own risk with "
-                f"--allow-change {refused[0][0]}."
+                f"{allow_changes(key for key, *_ in refused)}."
             )
         return changes
 
@@ -447,7 +447,7 @@ class RunDirectory:
             keys = ", ".join(f"optimizer.{key} = {value}" for key, value in before.items())
             return (
                 f'constants of optimizer.name = "{now.optimizer.name}" depend on the length of the run; keep them by '
-                f"{keys} --allow-change {' '.join(f'optimizer.{key}' for key in before)}"
+                f"{keys} {allow_changes(f'optimizer.{key}' for key in before)}"
             )
         return None
 

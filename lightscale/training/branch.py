@@ -11,6 +11,7 @@ from lightscale.config.files import difference, load, toml_value
 from lightscale.config.optimizers import length_defaults
 from lightscale.config.schedules.registry import learning_rate
 from lightscale.config.schema import RunConfig
+from lightscale.config.text import allow_changes
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import HARMLESS_KEYS, LENGTH_KEYS, RunDirectory, is_named
 from lightscale.training.checkpoints.directories import CheckpointName, checkpoints_of_step, list_steps
@@ -68,7 +69,8 @@ def _check(config: RunConfig, parent: RunDirectory, step: int, allow: Collection
         lines = [f"  {key}: {toml_value(before)} there, {toml_value(now)} here" for key, before, now in refused]
         raise UserError(
             f"{parent.path} has another configuration:\n" + "\n".join(lines) + "\n"
-            f"Use its values, or accept the new ones at your own risk with --allow-change {refused[0][0]}"
+            "Use its values, or accept the new ones at your own risk with "
+            f"{allow_changes(key for key, *_ in refused)}"
         )
     before, now = (learning_rate(one.optimizer, step, one.total_steps) for one in (there, config))
     if before != now and not is_named("optimizer.schedule", allow):

@@ -129,7 +129,7 @@ def test_other_inputs_are_refused_and_other_patches_are_said() -> None:
 
 
 def test_the_same_mixers_are_no_conversion() -> None:
-    assert conversion(shape("tnl"), shape(["tnl", "tnl"], mixer_options={"tnl": {"gate_rank": 4}})) is None
+    assert conversion(shape("tnl"), shape(["tnl", "tnl"], norm_eps=1e-3)) is None
     assert conversion(shape("tnl"), shape("tnl", num_heads=8)) is not None
 
 
@@ -153,6 +153,22 @@ def test_more_ids_keep_those_that_were_there() -> None:
     (move,) = found.moves["embedding.word_embeddings.weight"]
     assert (move.first, move.last, move.to, move.shape) == (0, 128, 0, (130, 32))
     assert found.unused == ()
+
+
+def test_the_same_mixers_of_other_shapes_are_refused() -> None:
+    """Before a run's directory exists; the checkpoint's own shapes would refuse them once ranks have started."""
+    images = {"head": {"num_labels": 3}, "grid": {"shape": [2, 2]}}
+    gray, color = (
+        shape("lion-lit", vocab_size=0, **images, patches={"size": [2, 2], "channels": channels}) for channels in (1, 3)
+    )
+    with pytest.raises(
+        UserError, match=r"\(32, 4\) there and \(32, 12\) here: model\.patches = .*channels = 3.* there$"
+    ):
+        conversion(gray, color)
+    with pytest.raises(UserError, match=r"gate_down\.weight is .*: model\.mixer_options\.tnl\.gate_rank = 4 here"):
+        conversion(shape("tnl"), shape("tnl", mixer_options={"tnl": {"gate_rank": 4}}))
+    with pytest.raises(UserError, match=r"output_layer\.weight is missing there and \(128, 32\) here$"):
+        conversion(shape("tnl"), shape("tnl", tie_word_embeddings=False))
 
 
 def test_what_more_ids_alone_would_lose_is_refused() -> None:

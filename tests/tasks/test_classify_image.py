@@ -391,6 +391,7 @@ RUN: dict[str, Any] = {
     [
         ({"data": {"sequence_length": 20}}, "data.sequence_length = 20: an image has 10 tokens"),
         ({"data": {"packing": "whole"}}, 'data.packing = "whole": a sequence is one image'),
+        ({"data": {"packing": "joined"}}, 'data.packing = "joined": a sequence is one image; use "concat"'),
         ({"task": {"name": "classify"}}, 'task.name = "classify": model.patches, the inputs of images, is set'),
         ({"model": {"patches": None}}, "model.vocab_size is missing"),
         ({"model": {"patches": None, "vocab_size": 9}}, "model.patches, the inputs of images, is missing; add"),
