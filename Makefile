@@ -15,6 +15,9 @@ RANKS := --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/parallel
 # One more for the jobs of a scheduler, which wait most of the time.
 LONG_JOBS ?= 4
 
+# Tests start hundreds of processes, and pytest compiles all test files: once, wherever bytecode is not kept by default.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install check check-types check-others audit wheel fuzz test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
 
 install: $(STAMP)
