@@ -9,9 +9,10 @@ INSTALL := $(BIN)/python -m pip install --no-compile --editable '.[dev]'
 PYTEST := $(BIN)/pytest --durations=10 -rs
 # Test files at a time: one more than cores, as some tests mostly wait.
 JOBS ?= 3
-# Files that start many ranks, in the order of their names: xdist's own, by the number of tests, has those last that take
-# longest.
-RANKS := --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/parallel
+# In the order of tests/conftest.py: xdist's own, by the number of tests, has those files last that take longest.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+# Files that start many ranks.
+RANKS := --numprocesses 2 $(BY_FILE) tests/parallel
 # One more for the jobs of a scheduler, which wait most of the time.
 LONG_JOBS ?= 4
 
@@ -78,13 +79,13 @@ fuzz:
 # The default suite; a part that fails does not keep the next from running.
 test: check
 	failed=0; \
-	$(PYTEST) --numprocesses $(JOBS) --dist loadfile $(addprefix --ignore ,tests/parallel $(CHECKED)) || failed=1; \
+	$(PYTEST) --numprocesses $(JOBS) $(BY_FILE) $(addprefix --ignore ,tests/parallel $(CHECKED)) || failed=1; \
 	$(PYTEST) $(RANKS) || failed=1; \
 	exit $$failed
 
 # Those that were skipped for want of a program, once it is there. Exit code 5 says that there is none.
 test-skipped: install
-	$(PYTEST) --skipped --numprocesses $(JOBS) --dist loadfile || test $$? -eq 5
+	$(PYTEST) --skipped --numprocesses $(JOBS) $(BY_FILE) || test $$? -eq 5
 
 # The rest: tests marked `long`; with SHARE=8 an eighth of each file's, drawn anew each time. Jobs of a scheduler mostly
 # wait, so the others run beside them; those that measure speed run by themselves. Exit code 5 says that there is none.
@@ -93,7 +94,7 @@ LONG := 'long and not soak' --share $(SHARE)
 ALONE := tests/tools/benchmarks $(addprefix tests/data_pipeline/preparation/,estimates dedup filters)
 test-long: install
 	failed=0; \
-	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) --dist loadfile --no-loadscope-reorder \
+	$(PYTEST) -m $(LONG) --numprocesses $(LONG_JOBS) $(BY_FILE) \
 	  $(addprefix --ignore ,tests/parallel $(ALONE)) || test $$? -eq 5 || failed=1; \
 	$(PYTEST) -m $(LONG) $(RANKS) || test $$? -eq 5 || failed=1; \
 	$(PYTEST) -m $(LONG) $(ALONE) || test $$? -eq 5 || failed=1; \

@@ -176,8 +176,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Whose tests mostly wait: for schedulers, for hosts that are gone, for the jobs of a tutorial.
-WAITING = ("tests/launch/slurm", "tests/docs/test_tutorials.py", "tests/launch")
+# First come those that mostly wait, for schedulers, for hosts that are gone, for the jobs of a tutorial, so that others
+# run beside them; then the longest files, so that no worker ends with one alone.
+FIRST = (
+    *("tests/launch/slurm", "tests/docs/test_tutorials.py", "tests/launch"),
+    *("tests/tools/test_fuzz_layouts.py", "tests/docs/test_site.py", "tests/training", "tests/models"),
+    *("tests/parallel/test_parity.py", "tests/parallel/test_plain_oracle.py"),
+)
 # Of tests/helpers/drawing.py. Workers inherit it.
 SEED, LAST_SEED = "LIGHTSCALE_TEST_SEED", "lightscale/seed"
 
@@ -209,7 +214,7 @@ def _skipped_before(config: pytest.Config) -> dict[str, list[str]]:
 
 @pytest.hookimpl(trylast=True)  # of those that markers leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave those of `--skipped` and `--share`; first come those that wait most, so that others run beside them."""
+    """Leave those of `--skipped` and `--share`, in the order of `FIRST`."""
     kept = sorted(items, key=_place)
     if config.option.skipped:
         skipped = _skipped_before(config)
@@ -222,9 +227,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _place(item: pytest.Item) -> int:
-    """Of a test's folder in `WAITING`; behind all of them where it has none. xdist keeps it if told to."""
+    """Of a test's folder in `FIRST`; behind all of them where it has none. xdist keeps it if told to."""
     path = item.path.relative_to(ROOT)
-    return next((place for place, one in enumerate(WAITING) if path.is_relative_to(one)), len(WAITING))
+    return next((place for place, one in enumerate(FIRST) if path.is_relative_to(one)), len(FIRST))
 
 
 def _share(items: list[pytest.Item], share: int) -> list[pytest.Item]:

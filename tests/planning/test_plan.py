@@ -51,7 +51,7 @@ TINY: dict[str, tuple[str, ...]] = {
 """A small run of each mixer, and of those that have two forms the other one."""
 SOFTMAX = ("llama", "llama-local", "norms on both sides")
 """Those without a state of constant size."""
-DRAWN: list[str] = drawing.some("models of the plan", list(TINY), 9)
+DRAWN: list[str] = drawing.some("models of the plan", list(TINY), 6)
 KEPT = drawing.covering("activations", DRAWN, (torch.float32, torch.bfloat16), strength=1)
 
 # Table 7 as it is printed: architecture-size, l, d, millions of parameters, petaFLOPs of a step.

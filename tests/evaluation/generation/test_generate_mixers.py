@@ -20,7 +20,7 @@ tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_genera
 
 STACKS: dict[str, str | list[str]] = {**{name: name for name in reading("causal")}, "hybrid": ["tnl*3", "llama"]}
 STACKS["quadratic"] = "causal-rn"
-DRAWN: list[str] = drawing.some("stacks that generate", list(STACKS), 6)
+DRAWN: list[str] = drawing.some("stacks that generate", list(STACKS), 4)
 OPTIONS = {
     "quadratic": ["model.mixer_options.causal-rn.form=quadratic"],
     # Where a head's output nearly vanishes, its norm magnifies what fp32 has rounded.

@@ -29,7 +29,7 @@ parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpe
 pytestmark = pytest.mark.timeout(600)
 RunRanks = Callable[..., list[Any]]
 MODELS = parity.WRITING
-DRAWN: list[str] = drawing.some("models that write", MODELS, 7)
+DRAWN: list[str] = drawing.some("models that write", MODELS, 5)
 # Short rows, so that there are many, and documents that are longer than one.
 SETTINGS = {
     "shared": ScoringSettings(row_tokens=64, least_shared=5),

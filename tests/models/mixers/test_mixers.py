@@ -55,7 +55,7 @@ WHOLE = "lightnet of whole documents"
 BOTH_WAYS = {name: [f"{name}*2"] for name, entry in MIXERS.items() if entry.directions == BIDIRECTIONAL}
 BOTH_WAYS[WHOLE] = ["lightnet*2"]
 PATTERNS = CAUSAL | BOTH_WAYS
-DRAWN: list[str] = drawing.some("mixers", list(PATTERNS), 10)
+DRAWN: list[str] = drawing.some("mixers", list(PATTERNS), 6)
 # Outputs of heads of 8 channels nearly vanish at some tokens, where the norm of each head magnifies bf16's rounding.
 FORGIVING = {name: {"output_norm_eps": 0.1} for name in ("delta-net", "gated-delta-net", "kimi-delta")}
 MORE: dict[str, dict[str, Any]] = {

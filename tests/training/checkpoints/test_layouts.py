@@ -117,6 +117,7 @@ def check_all_pairs(run_ranks: RunRanks, folder: str, by_size: dict[int, list[Ax
                 assert one["weight"] <= 1e-5, where
 
 
+@pytest.mark.long  # in short: tests/training/optimizer/test_steps.py
 @pytest.mark.timeout(600)
 def test_any_layout_resumes_any_other(run_ranks: RunRanks, tmp_path: Path) -> None:
     check_all_pairs(run_ranks, str(tmp_path), {1: [ONE], 2: TWO[:2]})
