@@ -36,7 +36,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
-from benchmarks.learning import convert, copying, learn
+from benchmarks.learning import convert, copying, distill, learn
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
@@ -117,6 +117,13 @@ def run_convert(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     settings = {name: getattr(args, name) for name in ("mixers", "source_steps", "steps", "repeats")}
     for figures in convert.run(args):
         yield BenchmarkReport(settings=settings, figures=figures, table=convert.table(figures))
+
+
+def run_distill(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """A LLaMA that becomes a hybrid, with and without distillation."""
+    settings = {name: getattr(args, name) for name in ("mixer", "source_steps", "steps", "shares")}
+    for figures in distill.run(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=distill.table(figures))
 
 
 def run_copying(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
@@ -291,6 +298,13 @@ BENCHMARKS = {
         run=run_convert,
         repeats=1,
         draw=convert.draw,
+    ),
+    "distill": Benchmark(
+        summary="a LLaMA that becomes a hybrid by distillation, beside conversion alone, at shares of its tokens",
+        add_arguments=distill.add_arguments,
+        run=run_distill,
+        repeats=1,
+        draw=distill.draw,
     ),
     "export": Benchmark(
         summary="`lightscale export` of random weights: peak memory, and speed beside a plain copy of the bytes",
