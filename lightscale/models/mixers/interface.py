@@ -127,6 +127,7 @@ class GatedMixer(Mixer):
         self.q_proj = column_parallel(config, d, d, std=std, group=group)
         options, rank = gated_options(model, self.layer), gate_rank(model, self.layer)
         self.is_full_rank = has_full_rank_gate(options)
+        self.reads_raw = options.gate_input == "raw"
         if self.is_full_rank:
             self.gate_proj = column_parallel(config, d, d, std=std, group=group)
         else:
@@ -143,7 +144,7 @@ class GatedMixer(Mixer):
         """
 
     def _mix_normed(self, hidden_states: Tensor | tuple[Tensor, Tensor], context: SequenceContext) -> Tensor:
-        # Two tensors come from a norm that hands on its input (``layers/norms.py``).
+        # Two tensors come from a block whose mixer ``reads_raw`` (``layers/blocks.py``).
         x, raw = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
         return self.mix(x, context, raw)
 
