@@ -32,7 +32,7 @@ from lightscale.models.layers.linear import (
 )
 from lightscale.models.layers.norms import LayerNorm, PostNorm, RMSNorm, SRMSNorm
 from lightscale.models.layers.patches import PatchEmbedding
-from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
+from lightscale.models.layers.shared_parts import EmbeddingPart, Shared, SharedPart, StagePart, for_all_layers
 from lightscale.models.layers.transfer import LayerTarget, transfer_losses
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.cross_entropy import vocab_parallel_log_probability
@@ -390,7 +390,7 @@ class LanguageModel(LanguageModule):
             losses = transfer_losses(self.decoder.layers, transfer, of_mixers, self.pg_collection.tp).transpose(0, 1)
             return losses if loss_mask is None else losses * loss_mask
         hidden = self.embedding(tokens, context) if self.pre_process else self.decoder.input_tensor
-        shared: dict[str, Tensor] = {}
+        shared: dict[str, Shared] = {}
         for name in self.stage_parts:
             hidden, shared[name] = for_all_layers(hidden, self.get_submodule(name)(context))
         context = replace(context, shared=shared)

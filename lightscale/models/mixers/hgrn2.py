@@ -63,9 +63,9 @@ class LowerBounds(StagePart):
         """Ones: the bounds rise evenly from layer to layer."""
         return {"table": ones}
 
-    def forward(self, context: SequenceContext) -> Tensor:
-        """β, (l, d / tensor), fp32 at least; the same for all sequences."""
-        return lower_bounds(self.table) if self.from_zero else lower_bounds_to_one(self.table)
+    def forward(self, context: SequenceContext) -> tuple[Tensor, ...]:
+        """β of each layer, (d / tensor,), fp32 at least; the same for all sequences."""
+        return (lower_bounds(self.table) if self.from_zero else lower_bounds_to_one(self.table)).unbind()
 
 
 class HGRN2(Mixer):
