@@ -339,5 +339,6 @@ register(
 )
 register(Operator(name="norm", cost=CostClass.MEMORY, backends=_backends("norm", chunked="eager", max_width=4096)))
 register(Operator(name="glu", cost=CostClass.MEMORY, backends=_backends("glu", chunked="eager")))
+register(Operator(name="heads", cost=CostClass.MEMORY, backends=_backends("heads", chunked="eager")))
 register(Operator(name="forget_gate", cost=CostClass.MEMORY, backends=_backends("forget_gate", chunked="eager")))
 register(Operator(name="cross_entropy", cost=CostClass.LOSS, backends=_backends("cross_entropy")))

@@ -22,6 +22,7 @@ from lightscale.kernels.delta_rule import delta_rule
 from lightscale.kernels.forget_gate import forget_gate
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
+from lightscale.kernels.heads import Heads, split_heads
 from lightscale.kernels.lightnet import lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention
 from lightscale.kernels.lion import lion, lion_vector
@@ -301,6 +302,21 @@ def _glu(draw: _Draw) -> _Case:
     )
 
 
+def _heads(draw: _Draw) -> _Case:
+    """Queries with an activation, keys that turn with their positions in the first channels, and values."""
+    width = draw.model.head_dim
+    groups = Heads(draw.heads, width, ("silu",)), Heads(draw.heads, width, ("rotate", "none"))
+    angle = draw.positions()[..., None, None] / (1 + torch.arange(width // 2, device=draw.device))
+    cos, sin = angle.cos().to(draw.dtype), angle.sin().to(draw.dtype)
+    phases = torch.cat([cos, cos], dim=-1), sin
+
+    def compute(backend: str, x: Tensor) -> Tensor:
+        of_dtype = phases[0].to(x.dtype), phases[1].to(x.dtype)
+        return torch.stack(split_heads(x, groups, of_dtype, backend=backend))
+
+    return _Case(inputs={"x": draw(draw.tokens, 1, sum(group.columns for group in groups))}, compute=compute)
+
+
 def _forget_gate(draw: _Draw) -> _Case:
     """With the bounds of a first layer, 0, in the first half of the channels."""
     width = draw.model.head_dim
@@ -336,6 +352,7 @@ _CASES: dict[str, Callable[[_Draw], _Case]] = {
     "relation": _relation,
     "norm": _norm,
     "glu": _glu,
+    "heads": _heads,
     "forget_gate": _forget_gate,
     "cross_entropy": _cross_entropy,
 }

@@ -3,7 +3,7 @@
 Blocks, their pipeline split and their activation recomputation are Megatron's; this module chooses their content.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from lightscale.kernels.attention import DocumentStarts
 from lightscale.kernels.cross_entropy.divergence import SoftTargets
 from lightscale.models.accounting import norm_placement, padded_vocab_size
 from lightscale.models.classes import mixer_class, shared_parts
+from lightscale.models.layers.blocks import Block, Blocks
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
 from lightscale.models.layers.linear import (
@@ -29,17 +30,9 @@ from lightscale.models.layers.linear import (
     soft_capped,
     tokens_of_channels,
 )
-from lightscale.models.layers.norms import (
-    LayerNorm,
-    LayerNormAndInput,
-    NormedSum,
-    RMSNorm,
-    RMSNormAndInput,
-    SRMSNorm,
-    SRMSNormAndInput,
-)
+from lightscale.models.layers.norms import LayerNorm, PostNorm, RMSNorm, SRMSNorm
 from lightscale.models.layers.patches import PatchEmbedding
-from lightscale.models.layers.shared_parts import EmbeddingPart, SharedPart, StagePart, for_all_layers
+from lightscale.models.layers.shared_parts import EmbeddingPart, Shared, SharedPart, StagePart, for_all_layers
 from lightscale.models.layers.transfer import LayerTarget, transfer_losses
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.cross_entropy import vocab_parallel_log_probability
@@ -50,10 +43,8 @@ from lightscale.parallel.megatron import (
     ModelType,
     ModuleSpec,
     ProcessGroupCollection,
-    TransformerBlock,
     TransformerBlockSubmodules,
     TransformerConfig,
-    TransformerLayer,
     TransformerLayerSubmodules,
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
@@ -64,8 +55,6 @@ from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.sequence import Replay
 
 _NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm, "layernorm": LayerNorm}
-_NORMS_AND_INPUT = {"srmsnorm": SRMSNormAndInput, "rmsnorm": RMSNormAndInput, "layernorm": LayerNormAndInput}
-
 
 # Tokens whose logits are held at once where the most probable ids are wanted.
 _ROWS_AT_ONCE = 256
@@ -134,35 +123,25 @@ def transformer_config(
     )
 
 
-def _residual_sum(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """Megatron's hook between a sublayer and the residual stream: a plain sum (no bias, no dropout)."""
-
-    def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        return residual + output[0]
-
-    return add
-
-
 def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> ModuleSpec:
-    norm, options = _NORMS[model.norm], model.mixer_options.get(mixer)
+    norm = _NORMS[model.norm]
     placement = norm_placement(model, mixer)
     has_pre, has_post = placement != "post", placement != "pre"
-    wants_raw = getattr(options, "gate_input", "normalised") == "raw"
-    of_sum = {"norm": norm, "config": config, "hidden_size": model.hidden_size, "eps": model.norm_eps}
-    add = ModuleSpec(module=NormedSum, params=of_sum) if has_post else _residual_sum
+    of_output = {"norm": norm, "config": config, "hidden_size": model.hidden_size, "eps": model.norm_eps}
     # What is absent is Megatron's own, which does nothing.
-    parts: dict[str, Any] = {
-        "self_attention": ModuleSpec(module=mixer_class(mixer), params={"model": model}),
-        "self_attn_bda": add,
-    }
+    parts: dict[str, Any] = {"self_attention": ModuleSpec(module=mixer_class(mixer), params={"model": model})}
+    if has_post:
+        parts["self_attn_bda"] = ModuleSpec(module=PostNorm, params=of_output)
     if has_pre:
-        parts["input_layernorm"] = _NORMS_AND_INPUT[model.norm] if wants_raw else norm
+        parts["input_layernorm"] = norm
     if model.intermediate_size:
         # A class, not a spec of one, of which Megatron would warn that it does not know it.
-        parts |= {"mlp": GatedLinearUnit, "mlp_bda": add}
+        parts["mlp"] = GatedLinearUnit
+        if has_post:
+            parts["mlp_bda"] = ModuleSpec(module=PostNorm, params=of_output)
         if has_pre:
             parts["pre_mlp_layernorm"] = norm
-    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
+    return ModuleSpec(module=Block, submodules=TransformerLayerSubmodules(**parts))
 
 
 class Embedding(MegatronModule):
@@ -277,7 +256,7 @@ class LanguageModel(LanguageModule):
             self.embedding = Embedding(config, model, groups, of_embedding)
         own = layer_stages(model.num_layers, mesh.pipeline * mesh.virtual_stages)[stage]
         mixers = model.layers[own.start : own.stop]
-        self.decoder = TransformerBlock(
+        self.decoder = Blocks(
             config=config,
             spec=TransformerBlockSubmodules(
                 layer_specs=[_layer_spec(config, model, mixer) for mixer in mixers],
@@ -411,7 +390,7 @@ class LanguageModel(LanguageModule):
             losses = transfer_losses(self.decoder.layers, transfer, of_mixers, self.pg_collection.tp).transpose(0, 1)
             return losses if loss_mask is None else losses * loss_mask
         hidden = self.embedding(tokens, context) if self.pre_process else self.decoder.input_tensor
-        shared: dict[str, Tensor] = {}
+        shared: dict[str, Shared] = {}
         for name in self.stage_parts:
             hidden, shared[name] = for_all_layers(hidden, self.get_submodule(name)(context))
         context = replace(context, shared=shared)

@@ -43,6 +43,7 @@ try:
     )
     from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
     from megatron.core.transformer.enums import ModelType
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -57,6 +58,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "IdentityOp",
     "LanguageModule",
     "MLPSubmodules",
     "MegatronModule",

@@ -20,6 +20,7 @@ from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.kernels.cross_entropy.divergence import SoftTargets
 from lightscale.models.language_model import LanguageModel
+from lightscale.models.layers.blocks import whole
 from lightscale.models.layers.transfer import LayerTarget
 from lightscale.models.registry import check_model
 from lightscale.parallel.agreement import Agreement
@@ -63,7 +64,7 @@ class Teacher:
             layer.self_attention.register_forward_hook(partial(self._keep_output, number))
 
     def _keep_stream(self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._streams[number] = args[0] if args else kwargs["hidden_states"]
+        self._streams[number] = whole((args[0] if args else kwargs["hidden_states"], kwargs.get("added")))
 
     def _keep_output(self, number: int, _: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, None]) -> None:
         self._outputs[number] = output[0]

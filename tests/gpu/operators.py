@@ -20,11 +20,12 @@ from lightscale.kernels.delta_rule import delta_rule
 from lightscale.kernels.forget_gate import forget_gate
 from lightscale.kernels.gla import gla
 from lightscale.kernels.glu import glu
+from lightscale.kernels.heads import Heads, split_heads
 from lightscale.kernels.lightnet import LightNetState, StateCotangent, lightnet_attention, lightnet_noncausal
 from lightscale.kernels.lightning import lightning_attention, token_decays
 from lightscale.kernels.lion import LionState, lion, lion_vector
 from lightscale.kernels.log_sum import log_sum
-from lightscale.kernels.norm import norm
+from lightscale.kernels.norm import norm, sum_and_norm
 from lightscale.kernels.operators import get_operator
 from lightscale.kernels.relation import relation
 from lightscale.kernels.tpe import tpe_scan
@@ -299,6 +300,30 @@ def _glu(activation: str) -> Case:
     )
 
 
+def _head_groups(columns: int) -> tuple[Heads, ...]:
+    """A gate, queries, keys and values of ``columns`` channels each."""
+    width = 128 if columns % 128 == 0 else columns
+    heads = columns // width
+    return Heads(1, columns, ("copy",)), Heads(heads, width, ("silu",)), Heads(heads, width, ("silu", "none"))
+
+
+def _heads(backend: str, cu_seqlens: None, x: Tensor) -> dict[str, Tensor]:
+    parts = split_heads(x.transpose(0, 1), _head_groups(x.shape[2] // 4), backend=backend)
+    return dict(zip(("gate", "q", "k", "v"), (part.transpose(0, 1) for part in parts), strict=True))
+
+
+def _rotated_heads(backend: str, cu_seqlens: None, x: Tensor) -> dict[str, Tensor]:
+    """Of the first half of each head's channels."""
+    rows, tokens, columns = x.shape
+    _, queries, keys = _head_groups(columns // 3)
+    turned = 2 * (queries.width // 4)
+    angle = torch.arange(tokens, device=x.device)[:, None, None] / (1 + torch.arange(turned // 2, device=x.device))
+    cos, sin = (one.to(x.dtype).expand(rows, -1, -1, -1) for one in (angle.cos(), angle.sin()))
+    groups = [queries._replace(activations=("rotate",)), keys._replace(activations=("rotate", "none"))]
+    parts = split_heads(x.transpose(0, 1), groups, (torch.cat([cos, cos], dim=-1), sin), backend=backend)
+    return dict(zip("qkv", (part.transpose(0, 1) for part in parts), strict=True))
+
+
 def _forget_gate_draw(draw: Draw) -> dict[str, Tensor]:
     """Gates at both ends, with bounds and, in every second channel, none."""
     x = draw.shape
@@ -539,6 +564,26 @@ OPERATORS = MIXERS | {
     "glu silu": _glu("silu"),
     "glu sigmoid": _glu("sigmoid"),
     "glu gelu_tanh": _glu("gelu_tanh"),
+    "summed norm": Case(
+        operator="norm",
+        draw=lambda draw: {name: draw(draw.shape.rows, draw.shape.tokens, draw.shape.K) for name in ("x", "added")},
+        form=lambda backend, cu_seqlens, x, added: dict(
+            zip(("total", "y"), sum_and_norm(x, added, backend=backend), strict=True)
+        ),
+        by_token=("x", "added", "total", "y"),
+    ),
+    "heads": Case(
+        operator="heads",
+        draw=lambda draw: {"x": draw(draw.shape.rows, draw.shape.tokens, 4 * draw.shape.K)},
+        form=_heads,
+        by_token=("x", "gate", "q", "k", "v"),
+    ),
+    "heads rotated": Case(
+        operator="heads",
+        draw=lambda draw: {"x": draw(draw.shape.rows, draw.shape.tokens, 3 * draw.shape.K)},
+        form=_rotated_heads,
+        by_token=("x", "q", "k", "v"),
+    ),
     "forget gate": Case(
         operator="forget_gate",
         draw=_forget_gate_draw,

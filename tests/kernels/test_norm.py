@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightscale.errors import UserError
-from lightscale.kernels.norm import norm, norm_reference
+from lightscale.kernels.norm import norm, norm_reference, sum_and_norm
 
 SHAPE = (3, 5, 70)
 EXACT, SINGLE = 1e-13, 1e-5
@@ -198,3 +198,63 @@ def test_rows_too_wide_for_a_program_go_to_pytorch() -> None:
     assert torch.equal(norm(x), norm(x, backend="chunked"))
     with pytest.raises(UserError, match="norm has no backend 'triton'; use auto, chunked, reference"):
         norm(x, backend="triton")
+
+
+def _stream(
+    inputs: dict[str, Tensor], dtype: torch.dtype, function: Callable[..., tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """The sum, its norm and every gradient; ``dtotal`` and ``dy`` are their cotangents, where they are given."""
+    leaves = {n: t.to(dtype).requires_grad_() for n, t in inputs.items() if n not in ("dtotal", "dy")}
+    total, y = function(leaves["x"], leaves.get("added"), leaves.get("weight"))
+    pairs = [(out, inputs[n].to(dtype)) for out, n in ((total, "dtotal"), (y, "dy")) if n in inputs]
+    outputs, cotangents = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
+    gradients = {f"d{n}": g for n, g in zip(leaves, found, strict=True) if g is not None}
+    return {"total": total.detach(), "y": y.detach()} | gradients
+
+
+def _written_out(x: Tensor, added: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    total = x if added is None else x + added
+    return total, norm_reference(total, weight, eps=0.1)
+
+
+@pytest.mark.parametrize(("backend", "dtype", "limit"), FORMS)
+@pytest.mark.parametrize("without", [(), ("added",), ("weight",), ("dtotal",), ("dy",), ("added", "weight", "dtotal")])
+def test_sum_and_norm(backend: str, dtype: torch.dtype, limit: float, without: tuple[str, ...]) -> None:
+    names = ("x", "added", "dtotal", "dy")
+    inputs = {name: draw(*SHAPE, seed=seed) for seed, name in enumerate(names)} | {"weight": draw(70, seed=9)}
+    inputs = {name: one for name, one in inputs.items() if name not in without}
+    found = _stream(inputs, dtype, lambda *given: sum_and_norm(*given, eps=0.1, backend=backend))
+    check(found, _stream(inputs, torch.float64, _written_out), limit)
+    assert all(t.dtype == dtype for t in found.values())
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_sum_and_norm_of_any_strides_and_shapes(backend: str) -> None:
+    for shape in ((130, 33), (2, 3, 3000), (3, 5, 4, 8), (0, 2, 8)):
+        whole = {name: draw(*shape[:-2], shape[-1], shape[-2], seed=seed).mT for seed, name in enumerate("abcd")}
+        inputs = dict(zip(("x", "added", "dtotal", "dy"), whole.values(), strict=True))
+        found = _stream(inputs, torch.float32, lambda *given: sum_and_norm(*given, eps=0.1, backend=backend))
+        expected = _stream(inputs, torch.float64, _written_out)
+        if 0 not in shape:
+            check(found, expected, SINGLE)
+        assert all(found[name].shape == one.shape for name, one in expected.items())
+
+
+def test_sum_and_norm_round_as_the_operators_apart() -> None:
+    """In half precision s is rounded before its norm, and the norm's gradient before the sum of the two (PyTorch)."""
+    inputs = {name: draw(*SHAPE, seed=seed) for seed, name in enumerate(("x", "added", "dtotal", "dy"))}
+
+    def apart(x: Tensor, added: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert added is not None
+        total = x + added
+        return total, norm(total, weight, eps=0.1)
+
+    together = _stream(inputs, torch.bfloat16, lambda *given: sum_and_norm(*given, eps=0.1))
+    expected = _stream(inputs, torch.bfloat16, apart)
+    assert all(torch.equal(together[name], expected[name]) for name in expected)
+
+
+def test_sum_and_norm_name_bad_input() -> None:
+    with pytest.raises(UserError, match=r"added must be of x's shape \(2, 8\), .* got \(2, 7\)"):
+        sum_and_norm(torch.ones(2, 8), torch.ones(2, 7))

@@ -36,12 +36,12 @@ def describe(mixer: str | list[str], dtype: torch.dtype = torch.float32) -> str:
 @pytest.mark.parametrize(
     ("mixer", "operators"),
     [
-        ("tnl", "lightning chunked"),
-        ("hgrn2", "gla chunked, forget_gate chunked"),
+        ("tnl", "lightning chunked, heads chunked"),
+        ("hgrn2", "gla chunked, forget_gate chunked, heads chunked"),
         ("cosformer2", "lightning chunked, tpe chunked"),
-        ("lightnet", "lightnet chunked, tpe chunked"),
-        ("llama", "SDPA PyTorch"),
-        (["hgrn2", "llama"], "gla chunked, SDPA PyTorch, forget_gate chunked"),
+        ("lightnet", "lightnet chunked, heads chunked, tpe chunked"),
+        ("llama", "SDPA PyTorch, heads chunked"),
+        (["hgrn2", "llama"], "gla chunked, SDPA PyTorch, forget_gate chunked, heads chunked"),
     ],
 )
 def test_each_operator_is_named_once_with_what_computes_it(mixer: str | list[str], operators: str) -> None:
@@ -51,7 +51,7 @@ def test_each_operator_is_named_once_with_what_computes_it(mixer: str | list[str
 @pytest.mark.usefixtures("setting")
 def test_the_setting_is_for_all_of_them() -> None:
     set_default_backend("reference")
-    assert describe("lightnet").count("reference") == 5
+    assert describe("lightnet").count("reference") == 6
     set_default_backend("triton")
     with pytest.raises(UserError, match="supports fp16, bf16 and fp32, not torch"):
         describe("tnl", torch.float64)
@@ -62,12 +62,12 @@ def test_an_operator_that_nobody_described_is_refused(mixer: str | list[str], mo
     """In the log and in what planning computes from."""
     monkeypatch.setattr(TNLSpec, "operator", "delta")
     with pytest.raises(
-        UserError, match=r"no operator 'delta'; use one of .*gla, glu, lightnet, lightnet_noncausal, lightning"
+        UserError, match=r"no operator 'delta'; use one of .*gla, glu, heads, lightnet, lightnet_noncausal, lightning"
     ):
         describe(mixer)
     work = Workload(shape(mixer), 128)
     with pytest.raises(
-        UserError, match=r"no operator 'delta'; use one of .*gla, glu, lightnet, lightnet_noncausal, lightning"
+        UserError, match=r"no operator 'delta'; use one of .*gla, glu, heads, lightnet, lightnet_noncausal, lightning"
     ):
         _ = work.layers
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightscale.errors import UserError
 from lightscale.kernels.common.checks import check_device
+from lightscale.kernels.common.once import once
 from lightscale.kernels.common.states import state_dtype
 
 
@@ -121,7 +122,14 @@ def phases_at(positions: Tensor, theta: Tensor, dtype: torch.dtype) -> Phases:
 
 
 def turns_of(theta: Tensor) -> Tensor:
-    """theta in 2^-64 of a turn, int64, contiguous: the overflow of its product with a position drops turns."""
+    """theta in 2^-64 of a turn, int64, contiguous: the overflow of its product with a position drops turns.
+
+    Computed once of angles that are not learned.
+    """
+    return once(theta, "turns", lambda: _turns_of(theta))
+
+
+def _turns_of(theta: Tensor) -> Tensor:
     turns = theta.detach().double() / (2 * math.pi)
     return ((turns - turns.round()) * 2.0**64).long().contiguous()
 

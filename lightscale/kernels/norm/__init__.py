@@ -18,7 +18,7 @@ from lightscale.kernels.glu.activations import check_activation
 from lightscale.kernels.norm.eager import NormGradients, NormInputs
 from lightscale.kernels.norm.reference import norm_reference
 
-__all__ = ["norm", "norm_reference"]
+__all__ = ["norm", "norm_reference", "sum_and_norm"]
 
 Reduce = Callable[[Tensor], None]
 """Sums a tensor over ranks, in place."""
@@ -38,6 +38,14 @@ class _Backend(Protocol):
     def norm_bwd(
         self, inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Tensor | None = None
     ) -> NormGradients: ...
+
+    def sum_norm_fwd(
+        self, x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def sum_norm_bwd(
+        self, total: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 class _Norm(torch.autograd.Function):
@@ -75,6 +83,68 @@ class _Norm(torch.autograd.Function):
             sums = ctx.backend.cotangent_sums(inputs, rstd, dy)
             ctx.reduce(sums)
         return (*ctx.backend.norm_bwd(inputs, rstd, dy, ctx.width, sums), None, None, None, None, None)
+
+
+class _SumAndNorm(torch.autograd.Function):
+    """A step of the residual stream; saves the sum and one number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float, backend: _Backend
+    ) -> tuple[Tensor, Tensor]:
+        y, rstd, total = backend.sum_norm_fwd(x, added, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.is_sum, ctx.backend = added is not None, backend
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, rstd = ctx.saved_tensors
+        dx, dweight = dtotal, None
+        if dy is not None:
+            dx, dweight = ctx.backend.sum_norm_bwd(total, weight, rstd, dy, dtotal)
+        return dx, dx if ctx.is_sum else None, dweight, None, None
+
+
+def sum_and_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """The residual stream s = x + added and its norm, ``norm(s, weight)``, in one pass each way; differentiable.
+
+    Its gradient is the sum of the two cotangents' in one pass too: without ``added`` that alone is what it is for.
+
+    Args:
+        x: (..., D), as in ``norm``.
+        added: of x's shape and dtype; None: s is x.
+        weight: (D,) or None.
+        eps: added to the mean square.
+        backend: see ``norm``.
+
+    Returns:
+        s, rounded to x's dtype, and the norm of the rounded s.
+
+    Raises:
+        UserError: as of ``norm``.
+    """
+    _check(x, weight, None, None, None)
+    if added is not None and (added.shape != x.shape or added.dtype != x.dtype or added.device != x.device):
+        raise UserError(
+            f"added must be of x's shape {tuple(x.shape)}, dtype {x.dtype} and device {x.device}, "
+            f"got {tuple(added.shape)}, {added.dtype}, {added.device}"
+        )
+    name = choose_backend("norm", x, backend)
+    if name == "reference":
+        total = x if added is None else x + added
+        return total, _reference(total, weight, None, "none", eps, None)
+    total, y = _SumAndNorm.apply(x, added, weight, eps, implementation("norm", name))
+    return total, y
 
 
 def norm(

@@ -98,6 +98,22 @@ def norm_bwd(inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Ten
     return NormGradients(dx.to(x.dtype), dweight, dgate)
 
 
+@torch.no_grad()
+def sum_norm_fwd(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of s = x + added (..., D), r (...,), and s in x's dtype; s is x itself where nothing is added."""
+    total = x if added is None else x + added
+    return *norm_fwd(NormInputs(total, weight, None, "none"), x.shape[-1], eps), total
+
+
+@torch.no_grad()
+def sum_norm_bwd(
+    total: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of s, which x and added share, and of the weight, from the cotangents of the norm and of s."""
+    found = norm_bwd(NormInputs(total, weight, None, "none"), rstd, dy, total.shape[-1])
+    return found.x if dtotal is None else found.x + dtotal, found.weight
+
+
 def _cotangent(inputs: NormInputs, dy: Tensor) -> Tensor:
     _, weight, gate, gate_activation = inputs
     if weight is not None:

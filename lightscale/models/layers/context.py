@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class SequenceContext:
     lengths: Sequence[int] | None = None
     states: dict[str, MixerState] | None = None
     grid: GridConfig | None = None
-    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)
     documents_stay: bool = False
     _attentions: dict[tuple[bool, int | None, float | None], DocumentAttention] = field(default_factory=dict)
     _splits: dict[DocumentAttention, SplitAttention] = field(default_factory=dict)
@@ -204,7 +205,7 @@ class SequenceContext:
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         grid: GridConfig | None = None,
-        shared: Mapping[str, Tensor] | None = None,
+        shared: Mapping[str, Any] | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> "SequenceContext":
         """The context of rows with these ``positions`` (b, n).

@@ -30,6 +30,13 @@ def leave_unset(weight: Tensor) -> Tensor:
     return weight
 
 
+class _ColumnParallel(ColumnParallelLinear):
+    """Megatron's layer, which without an input gives its weight: for one product with others (``projections.py``)."""
+
+    def forward(self, input_: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        return self.weight if input_ is None else super().forward(input_, *args, **kwargs)
+
+
 def column_parallel(
     config: TransformerConfig,
     width_in: int,
@@ -40,7 +47,7 @@ def column_parallel(
     bias: bool = False,
 ) -> ColumnParallelLinear:
     """(n / tensor, b, width_in) -> (n, b, width_out / tensor): rows of the weight are split, and the bias with them."""
-    layer = ColumnParallelLinear(
+    layer = _ColumnParallel(
         width_in, width_out, config=config, init_method=leave_unset, bias=bias, gather_output=False, tp_group=group
     )
     set_initializer(layer.weight, normal(std))
@@ -104,8 +111,10 @@ class ReplicatedLinear(nn.Module):
         self.gradient_accumulation_fusion = False
         set_initializer(self.weight, normal(std))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., width_in) -> (..., width_out)."""
+    def forward(self, x: Tensor | None) -> Tensor:
+        """x: (..., width_in) -> (..., width_out); without an input the weight, as of ``column_parallel``."""
+        if x is None:
+            return self.weight
         out: Tensor = tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce(
             x,
             self.weight,

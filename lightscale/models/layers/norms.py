@@ -1,4 +1,7 @@
-"""Norms: simple RMS norm, RMS norm with a weight, LayerNorm, norms of heads, and over channels of all tensor ranks."""
+"""Norms: simple RMS norm, RMS norm with a weight, LayerNorm, norms of heads, and over channels of all tensor ranks.
+
+Norms of blocks are called with a residual stream too: (x, added) -> x + added, and its norm (``layers/blocks.py``).
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightscale.kernels.norm import norm
+from lightscale.kernels.norm import norm, sum_and_norm
 from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.parallel.initialization import ones, set_initializer, zeros
 from lightscale.parallel.megatron import TransformerConfig, copy_to_tensor_model_parallel_region
@@ -22,9 +25,9 @@ class SRMSNorm(nn.Module):
         self.hidden_size = hidden_size
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., d) -> (..., d), computed in fp32 for half precision."""
-        return norm(x, eps=self.eps)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x, added: (..., d) -> x + added (..., d) and its norm, computed in fp32 for half precision."""
+        return sum_and_norm(x, added, eps=self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -40,46 +43,23 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         set_initializer(self.weight, zeros if self.zero_centered else ones)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., d) -> (..., d), computed in fp32 for half precision."""
-        return norm(x, _factor(self.weight, self.zero_centered), eps=self.eps)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x, added: (..., d) -> x + added (..., d) and its norm, computed in fp32 for half precision."""
+        return sum_and_norm(x, added, _factor(self.weight, self.zero_centered), eps=self.eps)
 
 
 class LayerNorm(SRMSNorm):
     """LayerNorm, (x - mean(x)) / sqrt(var(x) + eps), without weight (arXiv 1607.06450; CausalRN's)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., d) -> (..., d), computed in fp32 for half precision."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return layer_norm_split(wide, width=self.hidden_size, eps=self.eps).to(x.dtype)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x, added: (..., d) -> x + added (..., d) and its norm, computed in fp32 for half precision."""
+        total = x if added is None else x + added
+        wide = total.to(torch.promote_types(x.dtype, torch.float32))
+        return total, layer_norm_split(wide, width=self.hidden_size, eps=self.eps).to(x.dtype)
 
 
-class SRMSNormAndInput(SRMSNorm):
-    """For mixers that read both: (..., d) -> the normalised input, and the input itself."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x: (..., d) -> (normalised, x)."""
-        return super().forward(x), x
-
-
-class RMSNormAndInput(RMSNorm):
-    """The same with a weight."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x: (..., d) -> (normalised, x)."""
-        return super().forward(x), x
-
-
-class LayerNormAndInput(LayerNorm):
-    """The same of ``LayerNorm``."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x: (..., d) -> (normalised, x)."""
-        return super().forward(x), x
-
-
-class NormedSum(nn.Module):
-    """Megatron's hook between a sublayer and the residual stream: x + norm(y), y the sublayer's output.
+class PostNorm(nn.Module):
+    """The norm of a sublayer's output, before it joins the residual stream.
 
     Args:
         norm: class of the norm; config, hidden_size, eps: its arguments.
@@ -89,13 +69,10 @@ class NormedSum(nn.Module):
         super().__init__()
         self.layernorm = norm(config, hidden_size, eps)
 
-    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """The sum, of ((y, None), x, dropout): y and x (n / tensor, b, d)."""
-        return self._add
-
-    def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        normed: Tensor = self.layernorm(output[0])
-        return residual + normed
+    def forward(self, output: Tensor) -> Tensor:
+        """output: (n / tensor, b, d) -> (n / tensor, b, d)."""
+        normed: Tensor = self.layernorm(output)[1]
+        return normed
 
 
 class HeadNorm(nn.Module):

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, Phases, axis_angles, phases_of
+from lightscale.kernels.heads import Heads, split_heads
 from lightscale.models.specs.options import RopeScalingOptions
 from lightscale.parallel.initialization import set_initializer
 from lightscale.parallel.megatron import (
@@ -154,34 +154,6 @@ def rope_phases(phases: Phases, dtype: torch.dtype) -> Phases:
 
 def rope(x: Tensor, phases: Phases) -> Tensor:
     """Rotate the pairs (x_i, x_{i + r/2}) of the first r channels of x (b, n, h, k) by ``rope_phases`` of its dtype."""
-    rotated: Tensor = _Rotation.apply(x, *phases)
-    return rotated
-
-
-class _Rotation(torch.autograd.Function):
-    """Three passes over x each way, where autograd's operators take seven. The phases get no gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """By the phases' angles times ``direction``, 1 or -1."""
-    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    width = cos.size(-1)
-    if width < x.size(-1):
-        rotated[..., width:] = x[..., width:]
-    x, into = x[..., :width], rotated[..., :width]
-    torch.mul(x, cos, out=into)
-    (first, second), (of_first, of_second) = x.chunk(2, dim=-1), into.chunk(2, dim=-1)
-    of_first.addcmul_(second, sin, value=-direction)
-    of_second.addcmul_(first, sin, value=direction)
-    return rotated
+    columns = x.transpose(0, 1).flatten(2)
+    (rotated,) = split_heads(columns, [Heads(*x.shape[2:], ("rotate",))], phases)
+    return rotated.transpose(0, 1)

@@ -8,7 +8,6 @@ model also uses these classes. Two kinds differ by their place:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -98,6 +97,10 @@ class SharedPart(MegatronModule, ABC):
         return described
 
 
+Shared = Tensor | tuple[Tensor, ...]
+"""A result of a part for all layers."""
+
+
 class EmbeddingPart(SharedPart):
     """A part that changes the embedded tokens. It stands in the embedding, which the first pipeline stage alone has.
 
@@ -125,33 +128,36 @@ class StagePart(SharedPart):
                 share_over_stages(parameter, stage=stage)
 
     @abstractmethod
-    def forward(self, context: SequenceContext) -> Tensor:
-        """The tensor that layers read under the part's name in ``SequenceContext.shared``."""
+    def forward(self, context: SequenceContext) -> Shared:
+        """What layers read under the part's name in ``SequenceContext.shared``: a tensor, or one for each layer."""
 
 
-def for_all_layers(hidden: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def for_all_layers(hidden: Tensor, value: Shared) -> tuple[Tensor, Shared]:
     """``hidden`` as it enters the layers, and ``value`` for the layers to read, with or without recomputation.
 
     Each layer with recomputed activations runs a separate backward pass. Through ``value`` every such pass would reach
-    the inputs of ``value`` again, and hand a partial gradient to its reduction. Layers therefore read a leaf, which
-    collects their gradients. The sum is passed on when ``hidden`` gets its gradient, behind the last layer. It is zero
-    if no layer reads the leaf.
+    the inputs of ``value`` again, and hand a partial gradient to its reduction. Layers therefore read leaves, which
+    collect their gradients. The sums are passed on when ``hidden`` gets its gradient, behind the last layer. They are
+    zero if no layer reads a leaf.
     """
-    # Autograd adds into the leaf's ``grad`` whatever the number and order of the layers' own backward passes.
-    leaf = value.detach().requires_grad_(value.requires_grad)
-    passed: Tensor = _Collect.apply(hidden, value, lambda: leaf.grad)
-    return passed, leaf
+    values = value if isinstance(value, tuple) else (value,)
+    # Autograd adds into a leaf's ``grad`` whatever the number and order of the layers' own backward passes.
+    leaves = tuple(one.detach().requires_grad_(one.requires_grad) for one in values)
+    passed: Tensor = _Collect.apply(hidden, leaves, *values)
+    return passed, leaves if isinstance(value, tuple) else leaves[0]
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, value: Tensor, collected: Callable[[], Tensor | None]) -> Tensor:
-        # Not the leaf itself: as an input it would wait for this node, which must run behind it. (The engine runs what
-        # was created last first: all that leads from the layers to the leaf comes before.)
-        ctx.collected, ctx.zero = collected, torch.zeros_like(value)
+    def forward(ctx: Any, hidden: Tensor, leaves: tuple[Tensor, ...], *values: Tensor) -> Tensor:
+        # The leaves are no inputs: these would wait for this node, which must run behind them. (The engine runs what
+        # was created last first: all that leads from the layers to the leaves comes before.)
+        ctx.leaves = leaves
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        collected = ctx.collected()
-        return grad, ctx.zero if collected is None else collected, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        collected = [leaf.grad for leaf in ctx.leaves]
+        if all(one is None for one in collected):
+            collected[0] = torch.zeros_like(ctx.leaves[0])
+        return grad, None, *collected

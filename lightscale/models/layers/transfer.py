@@ -44,8 +44,8 @@ def transfer_losses(
     for number, stream, output in targets:
         layer: Any = layers[number]
         with torch.no_grad():
-            normed = layer.input_layernorm(stream)
-        found, _ = layer.self_attention(normed, None, packed_seq_params=context)
+            _, given = layer.mixer_input((stream, None))
+        found, _ = layer.self_attention(given, None, packed_seq_params=context)
         wide = torch.promote_types(output.dtype, torch.float32)
         wanted = output.to(wide)
         size = wanted.square().sum(dim=-1).clamp_min(torch.finfo(wide).tiny)

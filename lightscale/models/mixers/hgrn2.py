@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.forget_gate import forget_gate
+from lightscale.kernels.heads import Heads
 from lightscale.models.layers.context import SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
+from lightscale.models.layers.projections import Projection, project
 from lightscale.models.layers.shared_parts import StagePart
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.mixers.linear_attention import begin_gated
@@ -61,9 +63,9 @@ class LowerBounds(StagePart):
         """Ones: the bounds rise evenly from layer to layer."""
         return {"table": ones}
 
-    def forward(self, context: SequenceContext) -> Tensor:
-        """β, (l, d / tensor), fp32 at least; the same for all sequences."""
-        return lower_bounds(self.table) if self.from_zero else lower_bounds_to_one(self.table)
+    def forward(self, context: SequenceContext) -> tuple[Tensor, ...]:
+        """β of each layer, (d / tensor,), fp32 at least; the same for all sequences."""
+        return (lower_bounds(self.table) if self.from_zero else lower_bounds_to_one(self.table)).unbind()
 
 
 class HGRN2(Mixer):
@@ -85,10 +87,14 @@ class HGRN2(Mixer):
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
-        f, v = self._heads(self.fv_proj, x, 2)
+        heads = self.num_heads, self.head_dim
+        written = Projection(self.fv_proj, Heads(*heads, ("none", "none")))
+        read = Projection(self.q_proj, Heads(*heads, ("silu" if self.is_activated else "none",)))
+        travels = context.exchange is not None
+        f, v, *now = project(x, written, *(() if travels else (read,)))
         bounds = context.shared[LowerBoundsSpec.name]
         # Keys enter products and are rounded once. log f stays in fp32: it is summed over tokens, and so is its error.
         log_decay, k = forget_gate(f, bounds[self.layer].view(self.num_heads, -1), v.dtype)
         finish = begin_gated(k, v, log_decay, context=context, state_name=self.state_name)
-        (q,) = self._heads(self.q_proj, x)
-        return self._projected(self._norm(finish(F.silu(q) if self.is_activated else q)))
+        (q,) = now or project(x, read)
+        return self._projected(self._norm(finish(q)))

@@ -1,16 +1,18 @@
 """Interface of all token mixers; a new architecture implements only this."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightscale.config.model import ModelConfig
+from lightscale.kernels.heads import Heads
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.linear import ReplicatedLinear, column_parallel, row_parallel, tokens_of_channels
 from lightscale.models.layers.norms import gated_norm_split
+from lightscale.models.layers.projections import Projection, project
 from lightscale.models.specs.gated import gate_rank, gated_options, has_full_rank_gate
 from lightscale.parallel.megatron import MegatronModule, ProcessGroupCollection, TransformerConfig
 
@@ -112,7 +114,7 @@ class GatedMixer(Mixer):
     (Options change the input of the gate, its rank, and whether there is a norm and W_o.)
 
     Keys and values come first: their summary travels to other sequence ranks while the queries and the gate are
-    computed. Hence two projections (with tensor ranks the input is gathered for each of them).
+    computed. Hence two projections, one product where nothing travels (``layers/projections.py``).
 
     Its spec is a ``GatedMixerSpec``.
     """
@@ -127,6 +129,7 @@ class GatedMixer(Mixer):
         self.q_proj = column_parallel(config, d, d, std=std, group=group)
         options, rank = gated_options(model, self.layer), gate_rank(model, self.layer)
         self.is_full_rank = has_full_rank_gate(options)
+        self.reads_raw = options.gate_input == "raw"
         if self.is_full_rank:
             self.gate_proj = column_parallel(config, d, d, std=std, group=group)
         else:
@@ -143,16 +146,47 @@ class GatedMixer(Mixer):
         """
 
     def _mix_normed(self, hidden_states: Tensor | tuple[Tensor, Tensor], context: SequenceContext) -> Tensor:
-        # Two tensors come from a norm that hands on its input (``layers/norms.py``).
+        # Two tensors come from a block whose mixer ``reads_raw`` (``layers/blocks.py``).
         x, raw = hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
         return self.mix(x, context, raw)
+
+    def _read(
+        self, x: Tensor, raw: Tensor | None, context: SequenceContext, *, key: str, query: str
+    ) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]]]:
+        """x: (n / tensor, b, d) -> k and v (b, n, h, k), and what gives q (b, n, h, k) and the gate (n, b, h v).
+
+        Over sequence ranks the latter are computed when they are asked for, while the state of k and v travels.
+        ``key``, ``query``: their activations; ``raw``: see ``mix``. The gate is that before its sigmoid.
+        """
+        heads = self.num_heads, self.head_dim
+        kv = Projection(self.kv_proj, Heads(*heads, (key, "none")))
+        late = [Projection(self.q_proj, Heads(*heads, (query,)))]
+        gate = self._gate_projection()
+        if raw is None:
+            late.append(gate)
+        travels = context.exchange is not None
+        k, v, *now = project(x, kv, *(() if travels else late))
+
+        def rest() -> tuple[Tensor, Tensor]:
+            q, *given = project(x, *late) if travels else now
+            (given_gate,) = given or project(x if raw is None else raw, gate)
+            columns = given_gate.transpose(0, 1).flatten(2)
+            # Down on each tensor rank's own tokens, so that gate_up gathers them gate_rank wide instead of d.
+            return q, columns if self.is_full_rank else self.gate_up(columns)[0]
+
+        return k, v, rest
+
+    def _gate_projection(self) -> Projection:
+        if self.is_full_rank:
+            return Projection(self.gate_proj, Heads(1, self.num_heads * self.head_dim, ("none",)))
+        # A copy: the product of its weight's gradient reads dense rows.
+        return Projection(self.gate_down, Heads(1, self.gate_down.weight.shape[0], ("copy",)))
 
     def _gate(self, x: Tensor) -> Tensor:
         """x: (n / tensor, b, d), the gate's input -> (n, b, h v), before the sigmoid."""
         if self.is_full_rank:
             whole: Tensor = self.gate_proj(x)[0]
             return whole
-        # Down on each tensor rank's own tokens, so that gate_up gathers them gate_rank wide instead of d.
         gate: Tensor = self.gate_up(self.gate_down(x))[0]
         return gate
 

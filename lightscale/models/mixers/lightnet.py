@@ -83,19 +83,19 @@ class LightNet(GatedMixer):
 
     def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
-        k, v = self._heads(self.kv_proj, x, 2)
+        # No activation on a k that is the logarithm of a weight and may have either sign.
+        is_weight = self.shares_decay and self.has_decay
+        k, v, rest = self._read(x, raw, context, key="none" if is_weight else "silu", query="silu")
         angles = self._angles(context.coordinates)
         if not self.shares_decay:
-            finish = self._begin_apart(x, F.silu(k), v, angles, context)
+            finish = self._begin_apart(x, k, v, angles, context)
         elif not self.has_decay:
-            finish = self._begin_sums(F.silu(k), v, angles, context)
+            finish = self._begin_sums(k, v, angles, context)
         else:
-            # No activation on k: it is the logarithm of a weight and may have either sign.
             axes = axes_of(angles)
             finish = along_axes(axes, self._begin(by_axis(k, axes), for_axes(v, axes), angles, context))
-        (q,) = self._heads(self.q_proj, x)
-        gate = self._gate(x if raw is None else raw)
-        o = finish(F.silu(q))
+        q, gate = rest()
+        o = finish(q)
         if self.has_norm:
             return self._gated_output(o, gate)
         return self._projected(o.transpose(0, 1).flatten(2) * torch.sigmoid(gate))

@@ -26,11 +26,13 @@ from torch import Tensor
 from lightscale.config.model import ModelConfig
 from lightscale.kernels.attention import DocumentAttention, masked_attention, sdpa
 from lightscale.kernels.common.angles import Phases
+from lightscale.kernels.heads import Heads
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
 from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.models.layers.linear import column_parallel, row_parallel
 from lightscale.models.layers.norms import AllHeadsNorm, HeadNorm
 from lightscale.models.layers.positions import RotaryPositions, rope
+from lightscale.models.layers.projections import Projection, project
 from lightscale.models.layers.token_cache import take_in, take_in_window, with_room
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.specs.options import LLaMAOptions, llama_heads, llama_options, rotary_width
@@ -88,10 +90,16 @@ class LLaMA(Mixer):
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
-        k, v = self._heads(self.kv_proj, x, 2)
         phases = None if self.rotary is None else context.phases_of(self.rotary.key, self.rotary)
+        # Rotated where they are read, unless a norm stands before the rotation.
+        q_place, k_place = ("none" if norm or phases is None else "rotate" for norm in (self.q_norm, self.k_norm))
+        width = self.head_dim
+        kv = Projection(self.kv_proj, Heads(self.kv_proj.weight.shape[0] // (2 * width), width, (k_place, "none")))
+        read = Projection(self.q_proj, Heads(self.num_heads, width, (q_place, "none") if self.has_gate else (q_place,)))
+        travels = context.exchange is not None
+        k, v, *now = project(x, kv, *(() if travels else (read,)), phases=phases)
         finish = self._begin(_placed(k, self.k_norm, phases), v, context)
-        q, *gate = self._heads(self.q_proj, x, 2 if self.has_gate else 1)
+        q, *gate = now or project(x, read, phases=phases)
         q = _placed(q, self.q_norm, phases)
         o = finish(q if self.query_factor is None else q * self.query_factor)
         if gate:
@@ -128,6 +136,7 @@ class LLaMA(Mixer):
 
 
 def _placed(x: Tensor, norm: HeadNorm | AllHeadsNorm | None, phases: Phases | None) -> Tensor:
-    """Queries or keys, normalised and rotated as far as the options have it."""
-    x = x if norm is None else norm(x)
-    return x if phases is None else rope(x, phases)
+    """Queries or keys, normalised and then rotated as far as the options have it."""
+    if norm is None:
+        return x
+    return norm(x) if phases is None else rope(norm(x), phases)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
@@ -87,12 +86,9 @@ class TNL(GatedMixer):
 
     def mix(self, x: Tensor, context: SequenceContext, raw: Tensor | None = None) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d). ``raw``: see ``GatedMixer``."""
-        k, v = self._heads(self.kv_proj, x, 2)
+        k, v, rest = self._read(x, raw, context, key="silu", query="silu")
         angles = None if self.lrpe is None else self.lrpe(context.coordinates)
         # Between begin and finish the state travels along the sequence ranks: the order of these lines is the overlap.
-        finish = begin_attention(
-            F.silu(k), v, self.log_decay, angles=angles, context=context, state_name=self.state_name
-        )
-        (q,) = self._heads(self.q_proj, x)
-        gate = self._gate(x if raw is None else raw)
-        return self._gated_output(finish(F.silu(q)), gate)
+        finish = begin_attention(k, v, self.log_decay, angles=angles, context=context, state_name=self.state_name)
+        q, gate = rest()
+        return self._gated_output(finish(q), gate)

@@ -87,6 +87,7 @@ class DecayAttentionSpec(MixerSpec):
     """Four projections; decays, gate, convolution and angles by option."""
 
     operator = "lightning"
+    other_operators = ("heads",)
     whole_on_tensor_ranks = frozenset({"gate_down.weight"})
 
     @staticmethod

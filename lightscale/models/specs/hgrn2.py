@@ -35,7 +35,7 @@ class HGRN2Spec(MixerSpec):
     """No gate on the output, no positions."""
 
     operator = "gla"
-    other_operators: ClassVar[tuple[str, ...]] = ("forget_gate",)
+    other_operators: ClassVar[tuple[str, ...]] = ("forget_gate", "heads")
 
     shared: ClassVar[tuple[type[PartSpec], ...]] = (LowerBoundsSpec,)
 

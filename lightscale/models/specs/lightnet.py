@@ -18,6 +18,7 @@ class LightNetSpec(GatedMixerSpec):
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"gate_down.weight", "decay_down.weight"})
 
     operator = "lightnet"
+    other_operators = ("heads",)
     activated = 1
     """Queries: the operator takes keys as they are projected."""
 

@@ -10,6 +10,7 @@ class TNLSpec(GatedMixerSpec):
     """Some layers, usually the first, rotate queries and keys by learned angles, which doubles their width."""
 
     operator = "lightning"
+    other_operators = ("heads",)
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:

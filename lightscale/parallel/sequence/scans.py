@@ -17,6 +17,7 @@ from torch import Tensor
 from lightscale.errors import UserError
 from lightscale.kernels import delta_rule, gla, lightnet, lightning, lion, log_sum, tpe
 from lightscale.kernels.common.angles import angles_of
+from lightscale.kernels.common.once import once
 from lightscale.kernels.lightnet import LightNetState, StateCotangent
 from lightscale.kernels.lion import Gate, LionOutputs, LionState, vector
 from lightscale.kernels.operators import StateAlgebra, StateScope, get_operator
@@ -99,7 +100,8 @@ class Scan(ABC):
 
     def where_continues(self, x: Tensor, otherwise: float = 0.0) -> Tensor:
         """``x`` (B, …) for the rows that continue a document, ``otherwise`` for those that begin one."""
-        return torch.where(self.continues.view(-1, *[1] * (x.dim() - 1)), x, otherwise)
+        number = once(self.continues, (otherwise, x.dtype), lambda: x.new_full((), otherwise))
+        return torch.where(self.continues.view(-1, *[1] * (x.dim() - 1)), x, number)
 
 
 @dataclass(frozen=True, kw_only=True)

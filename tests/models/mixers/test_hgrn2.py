@@ -51,7 +51,12 @@ def without_forget_projection(module: Any) -> tuple[Tensor, Tensor, dict[str, Te
         context = with_bounds(module)
         out = mixer.mix(x, context)
     names = ("fv_proj.weight", "q_proj.weight")
-    return x, out, {name: mixer.get_parameter(name).detach().clone() for name in names}, context.shared["lower_bounds"]
+    return (
+        x,
+        out,
+        {name: mixer.get_parameter(name).detach().clone() for name in names},
+        torch.stack(context.shared["lower_bounds"]),
+    )
 
 
 def extremes(module: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightscale.kernels.common.once import once
 from lightscale.kernels.common.triton.cases import integers
 from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.launch import NUM_WARPS, on_device_of
@@ -47,11 +48,15 @@ def mark_starts(
 def document_starts(cu_seqlens: Tensor | None, *, num_rows: int, num_tokens: int) -> Tensor | None:
     """Position in its row at which each token's document begins, (B, T) int32; -1 in a row's first document.
 
-    A row's first document may begin before the row. The result lies on cu_seqlens' device, without a wait; None for
-    None.
+    A row's first document may begin before the row. The result lies on cu_seqlens' device, without a wait, and is
+    computed once for all layers that get the same cu_seqlens; None for None.
     """
     if cu_seqlens is None:
         return None
+    return once(cu_seqlens, (num_rows, num_tokens), lambda: _document_starts(cu_seqlens, num_rows, num_tokens))
+
+
+def _document_starts(cu_seqlens: Tensor, num_rows: int, num_tokens: int) -> Tensor:
     starts = torch.empty(num_rows, num_tokens, dtype=torch.int32, device=cu_seqlens.device)
     num_bits = (cu_seqlens.numel() - 1).bit_length()
     if starts.numel():

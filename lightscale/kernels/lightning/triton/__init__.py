@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Angles, angles_of, parts_of
+from lightscale.kernels.common.once import once
 from lightscale.kernels.common.states import Arriving, arrived
 from lightscale.kernels.common.triton.recurrent import recurrent_step as one_token
 from lightscale.kernels.lightning.chunked import Gradients
@@ -29,15 +30,21 @@ def _state_fwd(
 ) -> tuple[Tensor, Tensor]:
     rows = LightningRows.of(k, log_decay, cu_seqlens, angles_of(theta, positions))
     local = scan(rows, k, v, None, reverse=False, with_chunks=False).final
-    through = local.new_ones(rows.num_rows, rows.num_heads)
-    if rows.rate is not None and rows.num_tokens:
-        through = (rows.rate.double() * rows.num_tokens).exp().float().repeat(rows.num_rows, 1)
+    if log_decay is not None and rows.rate is not None and rows.num_tokens:
+        through = once(log_decay, ("through", rows.num_tokens), lambda: _through(log_decay, rows.num_tokens))
+        through = through.repeat(rows.num_rows, 1)
     elif rows.sums is not None and log_decay is not None:
         # In fp64, because a sum over a million tokens drifts in fp32.
         through = log_decay.sum(1, dtype=torch.float64).exp().float()
+    else:
+        through = local.new_ones(rows.num_rows, rows.num_heads)
     if rows.starts is not None and rows.num_tokens:
         through.masked_fill_(rows.starts[:, -1:] >= 0, 0.0)
     return local, through
+
+
+def _through(log_decay: Tensor, num_tokens: int) -> Tensor:
+    return (log_decay.detach().double() * num_tokens).exp().float()
 
 
 @_state_fwd.register_fake

@@ -91,11 +91,13 @@ def _fwd(
     width: int,
     eps: float,
     sums: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    added: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, r, and x + added, empty where nothing is added."""
     launch, (rows, strides) = _launch(x), _rows(x)
     gates, gate_strides = _optional_rows(gate)
-    y = x.new_empty(x.shape)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    more, more_strides = _optional_rows(added)
+    y, rstd, total = _results(x, added)
     if launch.num_rows:
         with on_device_of(x):
             forward_kernel[(launch.num_tiles,)](
@@ -103,24 +105,36 @@ def _fwd(
                 weight,
                 gates,
                 sums,
+                more,
+                None if added is None else total,
                 y,
                 rstd,
                 launch.num_rows,
                 launch.J,
                 *strides,
                 *gate_strides,
+                *more_strides,
                 width,
                 eps,
                 launch.D,
                 ACTIVATION=gate_activation,
                 **launch.tile,
             )
-    return y, rstd
+    return y, rstd, total
 
 
 @_fwd.register_fake
-def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _results(x, others[-1])
+
+
+def _results(x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for y, r and the sum."""
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+        x.new_empty(0 if added is None else x.shape),
+    )
 
 
 @torch.library.custom_op("lightscale::norm_cotangent_sums", mutates_args=())
@@ -166,9 +180,11 @@ def _bwd(
     dy: Tensor,
     width: int,
     sums: Tensor | None,
+    dtotal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     launch, (rows, strides), (dys, dy_strides) = _launch(x), _rows(x), _rows(dy)
     gates, gate_strides = _optional_rows(gate)
+    more, more_strides = _optional_rows(dtotal)
     dx, partial_sums, dgate = _gradients(x, weight, gate)
     programs = launch.num_tiles if weight is None else partial_sums.shape[0]
     if launch.num_rows:
@@ -180,6 +196,7 @@ def _bwd(
                 dys,
                 rstd,
                 sums,
+                more,
                 dx,
                 partial_sums,
                 dgate,
@@ -188,6 +205,7 @@ def _bwd(
                 *strides,
                 *gate_strides,
                 *dy_strides,
+                *more_strides,
                 *_rows(dx).strides,
                 width,
                 launch.D,
@@ -214,7 +232,7 @@ def _gradients(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> tuple[T
 
 def norm_fwd(inputs: NormInputs, width: int, eps: float, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``eager.norm_fwd``, in one pass."""
-    y, rstd = _fwd(*inputs, width, eps, sums)
+    y, rstd, _ = _fwd(*inputs, width, eps, sums, None)
     return y, rstd
 
 
@@ -225,29 +243,52 @@ def cotangent_sums(inputs: NormInputs, rstd: Tensor, dy: Tensor) -> Tensor:
 
 def norm_bwd(inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Tensor | None = None) -> NormGradients:
     """``eager.norm_bwd``, in one pass; the weight's gradient is summed in two stages, without atomics."""
-    dx, partial_sums, dgate = _bwd(*inputs, rstd, dy, width, sums)
-    dweight = None if inputs.weight is None else partial_sums.sum(dim=0).to(inputs.weight.dtype)
-    return NormGradients(dx, dweight, None if inputs.gate is None else dgate)
+    dx, partial_sums, dgate = _bwd(*inputs, rstd, dy, width, sums, None)
+    return NormGradients(dx, _of_weight(partial_sums, inputs.weight), None if inputs.gate is None else dgate)
+
+
+def sum_norm_fwd(x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``eager.sum_norm_fwd``, in one pass."""
+    y, rstd, total = _fwd(x, weight, None, "none", x.shape[-1], eps, None, added)
+    return y, rstd, x if added is None else total
+
+
+def sum_norm_bwd(
+    total: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """``eager.sum_norm_bwd``, in one pass."""
+    dx, partial_sums, _ = _bwd(total, weight, None, "none", rstd, dy, total.shape[-1], None, dtotal)
+    return dx, _of_weight(partial_sums, weight)
+
+
+def _of_weight(partial_sums: Tensor, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else partial_sums.sum(dim=0).to(weight.dtype)
 
 
 def _cases(
-    D: int, dtype: str, *, weight: bool = False, gate: str | None = None, split: bool = False
+    D: int, dtype: str, *, weight: bool = False, gate: str | None = None, split: bool = False, added: bool = False
 ) -> Sequence[KernelCase]:
-    """The kernels for rows of width D; ``split``: with sums over ranks."""
+    """The kernels for rows of width D; ``split``: with sums over ranks; ``added``: of the residual stream."""
     width = triton.next_power_of_2(D)
     rows = max(1, _TILE // width)
-    parts = ["weight" * weight, f"{gate} gate" if gate else "", "split" * split, dtype]
+    parts = ["weight" * weight, f"{gate} gate" if gate else "", "split" * split, "sum" * added, dtype]
     name = " ".join([str(D), *filter(None, parts)])
     constants: dict[str, Any] = {"D": D, "ROWS": rows, "BLOCK": width}
     activation = {"ACTIVATION": gate or "none"}
-    integers = {"num_rows": "i32", "J": "i32"} | {f"{t}_{d}": "i32:16" for t in ("x", "gate", "dy", "dx") for d in "ij"}
-    types = integers | dict.fromkeys(("x", "weight", "gate", "dy", "dx", "dgate", "y"), f"*{dtype}")
+    integers = {"num_rows": "i32", "J": "i32"} | {
+        f"{t}_{d}": "i32:16" for t in ("x", "gate", "dy", "dx", "added", "dtotal") for d in "ij"
+    }
+    tensors = ("x", "weight", "gate", "dy", "dx", "dgate", "y", "added", "total", "dtotal")
+    types = integers | dict.fromkeys(tensors, f"*{dtype}")
     types |= {"sums": "*fp32", "rstd": "*fp32", "dweight": "*fp32", "width": "i32:16", "eps": "fp32"}
     absent: dict[str, Any] = {}
     if not weight:
         absent["weight"] = None
     if not gate:
         absent |= {"gate": None, "gate_i": 0, "gate_j": 0}
+    if not added:
+        absent |= {"added": None, "added_i": 0, "added_j": 0, "total": None}
+        absent |= {"dtotal": None, "dtotal_i": 0, "dtotal_j": 0}
     kernels = [("forward", forward_kernel), ("backward", backward_kernel)]
     if split:
         kernels += [("squares", square_sums_kernel), ("cotangents", cotangent_sums_kernel)]
@@ -268,4 +309,6 @@ COMPILE_CASES = [
     *_cases(WIDEST, "bf16"),
     *_cases(WIDEST, "fp16", weight=True, gate="silu"),
     *_cases(1024, "bf16", gate="sigmoid", split=True),
+    *_cases(1536, "bf16", added=True),
+    *_cases(WIDEST, "bf16", weight=True, added=True),
 ]

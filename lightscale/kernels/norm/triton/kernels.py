@@ -39,6 +39,8 @@ def forward_kernel(
     weight,
     gate,
     sums,
+    added,
+    total,
     y,
     rstd,
     num_rows,
@@ -47,6 +49,8 @@ def forward_kernel(
     x_j,
     gate_i,
     gate_j,
+    added_i,
+    added_j,
     width,
     eps,
     D: tl.constexpr,
@@ -54,12 +58,21 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """y (I·J, D) and r (I·J,). ``sums`` are Σ x² over ``width`` channels, or None to sum here."""
+    """y (I·J, D) and r (I·J,). ``sums`` are Σ x² over ``width`` channels, or None to sum here.
+
+    With ``added``, x is replaced by its sum with it, which goes to ``total`` (I·J, D).
+    """
     tile = tl.program_id(0).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < D)[None, :]
     value = _load(x, _offsets(tile, num_rows, J, x_i, x_j, ROWS, BLOCK), inside)
+    if added is not None:
+        value += _load(added, _offsets(tile, num_rows, J, added_i, added_j, ROWS, BLOCK), inside)
+        # The norm is that of the sum as it is stored, which the backward pass reads.
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + row[:, None] * D + column[None, :], value, mask=inside)
+        value = value.to(tl.float32)
     if sums is not None:
         squares = tl.load(sums + row, mask=row < num_rows, other=0.0)
     else:
@@ -118,6 +131,7 @@ def backward_kernel(
     dy,
     rstd,
     sums,
+    dtotal,
     dx,
     dweight,
     dgate,
@@ -129,6 +143,8 @@ def backward_kernel(
     gate_j,
     dy_i,
     dy_j,
+    dtotal_i,
+    dtotal_j,
     dx_i,
     dx_j,
     width,
@@ -138,6 +154,8 @@ def backward_kernel(
     ACTIVATION: tl.constexpr,
 ):
     """dx (strided), dgate (I·J, D), and each program's part of the weight's gradient, (programs, D) fp32.
+
+    ``dtotal``, a cotangent of x from elsewhere, is added to dx; None: there is none.
 
     ``sums`` are Σ c ⊙ h over ``width`` channels, or None to sum here. Programs take every P-th tile, P their number.
     """
@@ -157,10 +175,10 @@ def backward_kernel(
         c = _load(dy, _offsets(tile, num_rows, J, dy_i, dy_j, ROWS, BLOCK), inside)
         if gate is not None:
             g = _load(gate, _offsets(tile, num_rows, J, gate_i, gate_j, ROWS, BLOCK), inside)
-            gradient = c * h * slope(g, ACTIVATION)
+            of_gate = c * h * slope(g, ACTIVATION)
             if weight is not None:
-                gradient *= scale
-            tl.store(dgate + row[:, None] * D + column[None, :], gradient, mask=inside)
+                of_gate *= scale
+            tl.store(dgate + row[:, None] * D + column[None, :], of_gate, mask=inside)
             c *= activate(g, ACTIVATION)
         if weight is not None:
             total += c * h
@@ -169,10 +187,9 @@ def backward_kernel(
             product = tl.load(sums + row, mask=row < num_rows, other=0.0)
         else:
             product = tl.sum(c * h, axis=1)
-        tl.store(
-            dx + _offsets(tile, num_rows, J, dx_i, dx_j, ROWS, BLOCK),
-            (c - h * (product / width)[:, None]) * r,
-            mask=inside,
-        )
+        gradient = (c - h * (product / width)[:, None]) * r
+        if dtotal is not None:
+            gradient += _load(dtotal, _offsets(tile, num_rows, J, dtotal_i, dtotal_j, ROWS, BLOCK), inside)
+        tl.store(dx + _offsets(tile, num_rows, J, dx_i, dx_j, ROWS, BLOCK), gradient, mask=inside)
     if weight is not None:
         tl.store(dweight + program * D + column, tl.sum(total, axis=0), mask=column < D)
