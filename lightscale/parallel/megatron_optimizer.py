@@ -6,6 +6,7 @@ in pyproject.toml reads them again there. The structure they reach into: ``get_m
 ``.optimizer``, whose parameters are this rank's parts of the model's, flat and in fp32.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -82,6 +83,8 @@ class MegatronOptimizer(Optimizer):
             },
             use_gloo_process_groups=on_gpu,
         )
+        for part in self.megatron.chained_optimizers:
+            _number_in_order(part)
         # By group, None: of all that have no limit of their own.
         self._limits: dict[str | None, float] = {None: spec.grad_clip}
         self._limits |= {name: one.grad_clip for name, one in spec.groups.items() if one.grad_clip is not None}
@@ -316,6 +319,17 @@ class ElementwiseSteps:
                     if direction is None:
                         direction = spec.direction(weights.grad, self.state[weights], group["step"])
                     weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+
+
+def _number_in_order(part: Any) -> None:
+    """Let ``part`` find each parameter's fp32 weights where they are.
+
+    Its optimizer has those of fp32 parameters first in every group; Megatron numbers them in the order of buffers, and
+    so takes one parameter's state for another's where a group has bf16 ones too.
+    """
+    for number, parameters in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for place, parameter in enumerate(itertools.chain(*parameters)):
+            part.model_param_group_index_map[parameter] = (number, place)
 
 
 def main_weights(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
