@@ -8,13 +8,15 @@ in pyproject.toml reads them again there. The structure they reach into: ``get_m
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightscale.parallel.attention_logits import QKClip
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.megatron import (
     ChainedOptimizer,
@@ -25,6 +27,7 @@ from lightscale.parallel.megatron import (
     TransformerConfig,
     get_megatron_optimizer,
 )
+from lightscale.parallel.model_shards import owned_boxes
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
 from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, average_state
 
@@ -65,6 +68,7 @@ class MegatronOptimizer(Optimizer):
             for group in spec.groups_of(name)
         }
         self._device = next(models[0].parameters()).device
+        self._modules = [model.module for model in models]
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=0.0,
@@ -94,6 +98,7 @@ class MegatronOptimizer(Optimizer):
             for part in self.megatron.chained_optimizers:
                 names = {weights: self._names[parameter] for parameter, weights in main_weights(part)}
                 part.optimizer = ElementwiseSteps(spec, part.optimizer.param_groups, names)
+            self._clip_behind_steps()
             return
         for group in self.megatron.param_groups:
             own = spec.groups.get(group.get(_GROUP))
@@ -107,6 +112,30 @@ class MegatronOptimizer(Optimizer):
             # weight decay that is part of the gradient writes state, so it is undone.
             part._init_optimizer_states_with_dummy_values()
         self._zero_state()
+        self._clip_behind_steps()
+
+    def _clip_behind_steps(self) -> None:
+        """Let QK-clip scale the fp32 weights before the model's become copies of them."""
+        if self.spec.qk_clip is None:
+            return
+        boxes = [
+            one
+            for one in owned_boxes(self._modules, self)
+            if one.box.key in self.spec.clipped_rows and self._is_stepped(one.parameter)
+        ]
+        clip = QKClip(self.spec.clipped_rows, boxes)
+
+        def scale(part: Any, *_: object) -> None:
+            if self.head_shares is not None:
+                clip.scale(self.head_shares, part.model_param_group_index_map)
+
+        for part in self.megatron.chained_optimizers:
+            part.optimizer.register_step_post_hook(partial(scale, part))
+
+    def _is_stepped(self, parameter: nn.Parameter) -> bool:
+        group = self._group_of.get(id(parameter))
+        is_held = getattr(parameter, "keeps_its_values", False)
+        return not is_held and (group is None or self.spec.groups[group].lr_factor > 0)
 
     def fuse(self) -> None:
         """One kernel for many tensors where Megatron found neither apex's nor Transformer Engine's.
@@ -302,6 +331,7 @@ class ElementwiseSteps:
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.directions: dict[Tensor, Tensor] = {}
         """(n,) of the parts whose next step is known already; the step takes them out."""
+        self._behind: list[Callable[..., None]] = []
         for group in param_groups:
             group["step"] = 0
             for weights in group["params"]:
@@ -319,6 +349,12 @@ class ElementwiseSteps:
                     if direction is None:
                         direction = spec.direction(weights.grad, self.state[weights], group["step"])
                     weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+        for hook in self._behind:
+            hook(self, (), {})
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> None:
+        """As PyTorch's."""
+        self._behind.append(hook)
 
 
 def _number_in_order(part: Any) -> None:

@@ -39,6 +39,8 @@ class Optimizer(ABC):
         """``models``: one per virtual stage, as Megatron wraps them. The state must exist when this returns: a
         checkpoint may be read into it before the first step."""
         self.spec = spec
+        self.head_shares: Tensor | None = None
+        """(layers, heads) fp64 on the host: γ of ``OptimizerSpec.qk_clip`` in the next ``apply``; None: none."""
 
     @abstractmethod
     def zero_grad(self) -> None:

@@ -32,6 +32,18 @@ def average_state(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Consecutive rows of a parameter that QK-clip scales by γ^power, of a head in a layer, both from 0."""
+
+    layer: int
+    head: int
+    first: int
+    last: int
+    """Behind the last row."""
+    power: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
     """Constants of an optimizer. The learning rate is an argument of every step.
 
@@ -47,6 +59,11 @@ class OptimizerSpec(ABC):
     """By name; parameters of none have the constants above."""
     ema: Mapping[str, float] = field(default_factory=dict)
     """Name to decay rate per step of exponential moving averages of the weights, kept in fp32 beside the state."""
+
+    qk_clip: float | None = None
+    """Largest attention logit; None: not bounded. Each step divides what made a head exceed it (``clipped_rows``)."""
+    clipped_rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)
+    """By global name of a parameter, what is scaled of it behind a step."""
 
     options: ClassVar[type[OptimizerConfig]]
     """The type of section [optimizer] with this optimizer's name."""

@@ -14,6 +14,7 @@ class LLaMASpec(MixerSpec):
     """Its state, all keys and values, grows: no state of constant size is exchanged."""
 
     operator = "SDPA"
+    has_logits: ClassVar[bool] = True
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"out_proj.bias"})
 
     @staticmethod
