@@ -214,7 +214,7 @@ class OptimizerConfig(Section):
 
     name: str = DEFAULT_OPTIMIZER
     """Optimizer; adamw: weight decay apart from the gradient; adam: added to it; lion: signs; ademamix: two means;
-    muon: orthogonal matrices."""
+    schedulefree: an average in the place of a decay; muon: orthogonal matrices."""
     lr: Small
     """Peak learning rate."""
     schedule: Literal[

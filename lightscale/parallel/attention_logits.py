@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightscale.kernels.attention import HeadMaxima
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.model_shards import OwnedBox
-from lightscale.parallel.optimizer_spec import HeadRows
+from lightscale.parallel.optimizer_spec import OptimizerSpec
 
 
 class AttentionLogits:
@@ -58,11 +58,11 @@ def clip_shares(largest: Tensor, threshold: float) -> Tensor:
 class QKClip:
     """Scales rows of this rank's fp32 weights.
 
-    ``boxes``: of the parameters that ``rows``, by global name, has heads of.
+    ``boxes``: of the parameters that ``spec.clipped_rows`` has heads of.
     """
 
-    def __init__(self, rows: Mapping[str, Sequence[HeadRows]], boxes: Sequence[OwnedBox]) -> None:
-        self._rows, self._boxes = rows, boxes
+    def __init__(self, spec: OptimizerSpec, boxes: Sequence[OwnedBox]) -> None:
+        self._rows, self._scaled_state, self._boxes = spec.clipped_rows, spec.scaled_state, boxes
 
     @torch.no_grad()
     def scale(self, shares: Tensor, among: Mapping[nn.Parameter, object]) -> None:
@@ -79,8 +79,9 @@ class QKClip:
             own = factors[name][one.box.offset[0] :][: one.box.sizes[0]]
             if (own == 1).all():
                 continue
-            weights = one.owned.weights[one.own].view(one.box.sizes[0], -1)
-            weights.mul_(own[:, None].to(weights))
+            for weights in (one.owned.weights, *(one.owned.state[name] for name in self._scaled_state)):
+                rows = weights[one.own].view(one.box.sizes[0], -1)
+                rows.mul_(own[:, None].to(rows))
 
     def _factors(self, name: str, rows: int, shares: Tensor) -> Tensor:
         """(rows,) fp64."""

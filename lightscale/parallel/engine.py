@@ -7,6 +7,7 @@ change, and ``apply`` clips and applies them; ``step`` is both.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.micro_batch import MicroBatch
 from lightscale.parallel.model_shards import ParameterPart, optimizer_shards, parameter_parts, weight_shards
 from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer
-from lightscale.parallel.optimizer_spec import OptimizerSpec
+from lightscale.parallel.optimizer_spec import AveragedSpec, OptimizerSpec
 from lightscale.parallel.shards import TensorShard
 from lightscale.parallel.weight_gradients import accumulate_in_products
 
@@ -448,6 +449,20 @@ class Engine:
         for model in self.models:
             model.start_param_sync(force_sync=True)
 
+    @contextmanager
+    @torch.no_grad()
+    def read_weights(self) -> Iterator[None]:
+        """The model with the weights that checkpoints have, where the optimizer takes gradients at others."""
+        if not isinstance(self.optimizer and self.optimizer.spec, AveragedSpec):
+            yield
+            return
+        assert self.optimizer is not None
+        self.optimizer.show_read()
+        self.gather_weights()
+        yield
+        self.optimizer.copy_to_model()
+        self.gather_weights()
+
     def wanted_shards(self, *, weights_only: bool) -> list[TensorShard]:
         """The shards that this rank needs of a checkpoint, to fill in place; ``finish_loading`` must follow."""
         if self.optimizer is None:
@@ -457,17 +472,17 @@ class Engine:
         return list(optimizer_shards(self.chunks, self.optimizer, copies=True, state=not weights_only))
 
     @torch.no_grad()
-    def finish_loading(self, counters: Mapping[str, int] | None) -> None:
+    def finish_loading(self, counters: Mapping[str, float] | None) -> None:
         """Set the model to the optimizer's weights, as after a step; ``counters`` as from ``counters()``."""
         if self.optimizer is None:
             return
+        if counters is not None:
+            self.optimizer.set_counters(counters)
         # Each rank has filled its own part; gathering gives the model the others', as at the end of a step.
         self.optimizer.copy_to_model()
         self.gather_weights()
-        if counters is not None:
-            self.optimizer.set_counters(counters)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """The optimizer's state that is no tensor of a parameter's shape; the same on every rank."""
         return {} if self.optimizer is None else self.optimizer.counters()
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, av
 # Of Megatron's distributed optimizer, which takes no other: what an elementwise optimizer replaces before it has state.
 _PLACEHOLDER = {"optimizer": "adam"}
 # The key of Megatron's groups with the name of ours.
-_GROUP = "lightscale_group"
+GROUP = "lightscale_group"
 
 
 def _decays_no_weight(parameter: nn.Parameter) -> bool:
@@ -45,10 +45,55 @@ def _key_of(group: str, group_of: Mapping[int, str]) -> ParamKey:
     return ParamKey(predicate=ParamPredicate(name=f"group {group}", fn=lambda one: group_of.get(id(one)) == group))
 
 
+class ElementwiseSteps:
+    """The steps of ``spec`` on this rank's parts, flat and in fp32, in the place of Megatron's Adam.
+
+    It has what Megatron asks of PyTorch's optimizers, whose own class refuses parts of the model's fp32 weights.
+
+    ``names``: of the parameter of each part.
+    """
+
+    def __init__(self, spec: ElementwiseSpec, param_groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+        self.spec, self.param_groups = spec, param_groups
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.directions: dict[Tensor, Tensor] = {}
+        """(n,) of the parts whose next step is known already; the step takes them out."""
+        self._behind: list[Callable[..., None]] = []
+        for group in param_groups:
+            group["step"] = 0
+            for weights in group["params"]:
+                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.step_state_of(names[weights])}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every part that has a gradient."""
+        for group in self.param_groups:
+            spec = self.spec.of_group(group.get(GROUP))
+            group["step"] += 1
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    direction = self.directions.pop(weights, None)
+                    if direction is None:
+                        direction = spec.direction(weights.grad, self.state[weights], group["step"])
+                    self.apply(weights, direction, lr=group["lr"], weight_decay=group["weight_decay"])
+        for hook in self._behind:
+            hook(self, (), {})
+
+    def apply(self, weights: Tensor, direction: Tensor, *, lr: float, weight_decay: float) -> None:
+        """Step ``weights`` (n,), in place."""
+        weights.mul_(1 - lr * weight_decay).sub_(direction, alpha=lr)
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> None:
+        """As PyTorch's."""
+        self._behind.append(hook)
+
+
 class MegatronOptimizer(Optimizer):
     """Megatron's distributed optimizer, for fp32, bf16 and fp16 weights; it refuses fp64."""
 
     spec: MegatronSpec | ElementwiseSpec
+    steps_type: ClassVar[Any] = ElementwiseSteps
+    """What takes the steps of an ``ElementwiseSpec``."""
 
     def __init__(
         self,
@@ -83,7 +128,7 @@ class MegatronOptimizer(Optimizer):
             list(models),
             config_overrides={
                 ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0},
-                **{_key_of(name, self._group_of): {_GROUP: name} for name in spec.groups},
+                **{_key_of(name, self._group_of): {GROUP: name} for name in spec.groups},
             },
             use_gloo_process_groups=on_gpu,
         )
@@ -97,11 +142,11 @@ class MegatronOptimizer(Optimizer):
         if isinstance(spec, ElementwiseSpec):
             for part in self.megatron.chained_optimizers:
                 names = {weights: self._names[parameter] for parameter, weights in main_weights(part)}
-                part.optimizer = ElementwiseSteps(spec, part.optimizer.param_groups, names)
+                part.optimizer = self.steps_type(spec, part.optimizer.param_groups, names)
             self._clip_behind_steps()
             return
         for group in self.megatron.param_groups:
-            own = spec.groups.get(group.get(_GROUP))
+            own = spec.groups.get(group.get(GROUP))
             if own is not None and own.betas is not None:
                 group["betas"] = tuple(own.betas)
         if on_gpu:
@@ -123,7 +168,7 @@ class MegatronOptimizer(Optimizer):
             for one in owned_boxes(self._modules, self)
             if one.box.key in self.spec.clipped_rows and self._is_stepped(one.parameter)
         ]
-        clip = QKClip(self.spec.clipped_rows, boxes)
+        clip = QKClip(self.spec, boxes)
 
         def scale(part: Any, *_: object) -> None:
             if self.head_shares is not None:
@@ -177,7 +222,7 @@ class MegatronOptimizer(Optimizer):
         the norm and skip a step of which nothing has changed yet.
         """
         for group in self.megatron.param_groups:
-            own = self.spec.groups.get(group.get(_GROUP))
+            own = self.spec.groups.get(group.get(GROUP))
             group["lr"] = lr if own is None else lr * own.lr_factor
             # Megatron only notes the override; its scheduler, which is not used here, would apply it.
             group["weight_decay"] = self.spec.weight_decay * group["wd_mult"]
@@ -197,7 +242,7 @@ class MegatronOptimizer(Optimizer):
         """This rank's gradients of each of ``_limits``."""
         found: dict[str | None, list[Tensor]] = {name: [] for name in self._limits}
         for group in self.megatron.param_groups:
-            name = group.get(_GROUP)
+            name = group.get(GROUP)
             found[name if name in found else None] += [p.grad for p in group["params"] if p.grad is not None]
         return list(found.values())
 
@@ -241,13 +286,13 @@ class MegatronOptimizer(Optimizer):
             )
         return None
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """See ``Optimizer``. A rank without parameters has taken 0 steps."""
         return {self.spec.step_counter: int(next(self._steps(), 0))}
 
-    def set_counters(self, counters: Mapping[str, int]) -> None:
+    def set_counters(self, counters: Mapping[str, float]) -> None:
         """See ``Optimizer``."""
-        self._set_steps(counters[self.spec.step_counter])
+        self._set_steps(int(counters[self.spec.step_counter]))
         self._averages.have_begun = counters[self.spec.step_counter] > 0
 
     def _zero_state(self) -> None:
@@ -316,45 +361,6 @@ class Averages:
         if self._weights:
             for name, decay in self._decays.items():
                 torch._foreach_lerp_(list(self._held[name].values()), list(self._weights.values()), 1 - decay)
-
-
-class ElementwiseSteps:
-    """The steps of ``spec`` on this rank's parts, flat and in fp32, in the place of Megatron's Adam.
-
-    It has what Megatron asks of PyTorch's optimizers, whose own class refuses parts of the model's fp32 weights.
-
-    ``names``: of the parameter of each part.
-    """
-
-    def __init__(self, spec: ElementwiseSpec, param_groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
-        self.spec, self.param_groups = spec, param_groups
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        self.directions: dict[Tensor, Tensor] = {}
-        """(n,) of the parts whose next step is known already; the step takes them out."""
-        self._behind: list[Callable[..., None]] = []
-        for group in param_groups:
-            group["step"] = 0
-            for weights in group["params"]:
-                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.step_state_of(names[weights])}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One step of every part that has a gradient."""
-        for group in self.param_groups:
-            spec = self.spec.of_group(group.get(_GROUP))
-            group["step"] += 1
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    direction = self.directions.pop(weights, None)
-                    if direction is None:
-                        direction = spec.direction(weights.grad, self.state[weights], group["step"])
-                    weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-        for hook in self._behind:
-            hook(self, (), {})
-
-    def register_step_post_hook(self, hook: Callable[..., None]) -> None:
-        """As PyTorch's."""
-        self._behind.append(hook)
 
 
 def _number_in_order(part: Any) -> None:

@@ -69,6 +69,8 @@ class OptimizerSpec(ABC):
     """The type of section [optimizer] with this optimizer's name."""
     state: ClassVar[tuple[str, ...]]
     """fp32 tensors in a parameter's shape, kept beside its fp32 weights; in checkpoints NAME.PARAMETER."""
+    scaled_state: ClassVar[tuple[str, ...]] = ()
+    """Those that are weights too: what scales weights (QK-clip) scales them."""
     step_counter: ClassVar[str]
     """The name of the number of steps in a checkpoint's state.json."""
     state_description: ClassVar[str]
@@ -150,6 +152,35 @@ class ElementwiseSpec(OptimizerSpec):
             state: (n,) each, by the names in ``self.state``; zeros before step 1.
             step: from 1 on.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedSpec(ElementwiseSpec):
+    """Three sequences of weights: z takes the steps, x is their average, and gradients are taken at y between both.
+
+        z ← z - lr (direction + weight_decay y),  x ← x + c (z - x),  y = x + (1 - interpolation) (z - x)
+
+    c is the step's part of the sum of lr² so far. The direction is of gradients at y. What is read (checkpoints,
+    validation, exports) is x.
+    """
+
+    peak_lr: float = 1.0
+    """Largest learning rate; the sum is of squares of shares of it."""
+
+    scaled_state: ClassVar[tuple[str, ...]] = ("z",)
+    weight_counter: ClassVar[str]
+    """The name of the sum in a checkpoint's state.json."""
+
+    implementation: ClassVar[str] = "lightscale.parallel.averaged_steps:AveragedOptimizer"
+
+    @property
+    @abstractmethod
+    def interpolation(self) -> float:
+        """Share of x in y."""
+
+    def state_bytes(self, parameter: str) -> int:
+        """See ``OptimizerSpec``; x is kept beside the weights of the step."""
+        return super().state_bytes(parameter) + _FP32_BYTES
 
 
 RowRanges = tuple[tuple[int, int], ...]

@@ -321,7 +321,8 @@ class Trainer:
                 # After a possible rollback and before a possible save: the loss of the weights that are saved.
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
-                    self._validate(metrics)
+                    with self.engine.read_weights():
+                        self._validate(metrics)
                 is_evaluated = self._evaluate(metrics)
                 # From here to the end of the iteration ranks decide together, by all-reduces: a rank that saved
                 # or left by itself would leave the others in a collective that never completes.
@@ -505,7 +506,8 @@ class Trainer:
             return True
         self.heartbeat.beat("evaluation", step=self.step)
         self._check_directory()
-        found = self.evaluation.evaluate(self.step)
+        with self.engine.read_weights():
+            found = self.evaluation.evaluate(self.step)
         metrics.log_evaluation(self.step, tokens=self.loader.tokens, scores=found.scores, seconds=found.seconds)
         return found.is_complete
 
