@@ -15,6 +15,7 @@ OPTIMIZERS = {
     "adam": f"{_PACKAGE}.adamw:Adam",
     "lion": f"{_PACKAGE}.lion:Lion",
     "ademamix": f"{_PACKAGE}.ademamix:AdEMAMix",
+    "schedulefree": f"{_PACKAGE}.schedulefree:ScheduleFree",
     "muon": f"{_PACKAGE}.muon:Muon",
 }
 """Name to "module:class", a subclass of ``lightscale.parallel.optimizer_spec.OptimizerSpec``, in a module without

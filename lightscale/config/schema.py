@@ -214,7 +214,7 @@ class OptimizerConfig(Section):
 
     name: str = DEFAULT_OPTIMIZER
     """Optimizer; adamw: weight decay apart from the gradient; adam: added to it; lion: signs; ademamix: two means;
-    muon: orthogonal matrices."""
+    schedulefree: an average in the place of a decay; muon: orthogonal matrices."""
     lr: Small
     """Peak learning rate."""
     schedule: Literal[
@@ -236,6 +236,9 @@ class OptimizerConfig(Section):
     """Weight decay, times lr, per step; of adam: added to the gradient. Norms, biases and decays have none."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm, without groups that have grad_clip; larger gradients are scaled down to it; 0:
+    off."""
+    qk_clip: Positive | None = None
+    """Largest attention logit (QK-clip); a head that exceeds it has its queries and keys scaled after the step; none:
     off."""
     ema: dict[AverageName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={}, max_length=MOST_AVERAGES)
     """Exponential moving averages of the weights: decay rate per step, by name; `lightscale average` reads them."""
@@ -424,6 +427,9 @@ class MetricsConfig(Section):
     """Number of equal parts of the sequence with a validation loss each."""
     parameter_norms_every: StepsOrZero = 10
     """Steps between norms of gradients and updates per parameter group, on logged steps only; 0: never."""
+    attention_logits_every: StepsOrZero = 0
+    """Steps between the largest attention logits per layer, on logged steps only; 0: never, or with optimizer.qk_clip
+    always."""
     wandb: WandbConfig = WandbConfig()
 
     @field_validator("sinks")

@@ -7,6 +7,7 @@ change, and ``apply`` clips and applies them; ``step`` is both.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightscale.parallel.attention_logits import AttentionLogits, clip_shares
 from lightscale.parallel.graphs import CapturedPass, GraphInputs, MicroBatchGraphs, why_not
 from lightscale.parallel.megatron import (
     DistributedDataParallel,
@@ -27,7 +29,7 @@ from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.micro_batch import MicroBatch
 from lightscale.parallel.model_shards import ParameterPart, optimizer_shards, parameter_parts, weight_shards
 from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer
-from lightscale.parallel.optimizer_spec import OptimizerSpec
+from lightscale.parallel.optimizer_spec import AveragedSpec, OptimizerSpec
 from lightscale.parallel.shards import TensorShard
 from lightscale.parallel.weight_gradients import accumulate_in_products
 
@@ -141,6 +143,8 @@ class Engine:
         self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
         self.models: list[DistributedDataParallel] = []
         self.optimizer: Optimizer | None = None
+        self.logits: AttentionLogits | None = None
+        self._measures_logits = False
         self.graphs: MicroBatchGraphs | None = None
         if optimizer is not None:
             # gloo's collectives run on the cores that compute: beside the computation they gain nothing.
@@ -189,6 +193,7 @@ class Engine:
             self.config.grad_sync_func = start_sync[0] if single else list(start_sync)
         if not double:
             self.optimizer = build_optimizer(spec, self.models, self.config, on_gpu=self.mesh.device.type == "cuda")
+        self.logits = AttentionLogits(self.chunks, self.mesh)
         self.mesh.ends.callback(self._release)
 
     def capture_graphs(self, report: Callable[[str], None]) -> None:
@@ -198,7 +203,8 @@ class Engine:
         """
         assert self.models, "this engine is not trained"
         taught = None if self.teach is None else "a teacher answers every micro-batch (task.teacher)"
-        if (reason := taught or why_not(self.mesh, self.config)) is not None:
+        clipped = None if self._clip is None else "attention logits are measured (optimizer.qk_clip)"
+        if (reason := taught or clipped or why_not(self.mesh, self.config)) is not None:
             report(reason)
             return
         (model,) = self.models
@@ -232,13 +238,19 @@ class Engine:
             for gradient in gradients:
                 gradient.copy_(total)
 
-    def forward_backward(self, batches: Sequence[MicroBatch]) -> LossSums:
-        """Gradients of the mean loss over the valid tokens of all ranks' ``batches``; any earlier ones are dropped."""
+    def forward_backward(self, batches: Sequence[MicroBatch], *, measure_logits: bool = False) -> LossSums:
+        """Gradients of the mean loss over the valid tokens of all ranks' ``batches``; any earlier ones are dropped.
+
+        ``measure_logits``: keep the largest attention logits for ``largest_logits``, as QK-clip does at every step.
+        """
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+        self._measures_logits = measure_logits or self._clip is not None
+        if self.logits is not None:
+            self.logits.begin(measure=self._measures_logits)
         return self._run(batches, forward_only=False)
 
     @torch.no_grad()
@@ -260,7 +272,8 @@ class Engine:
         step = scoring if forward_only else self._training_step
         # Taken from the batch: a curriculum's stages differ in both.
         micro_batch_size, rank_tokens = batches[0].labels.shape
-        graphs = None if forward_only else self.graphs
+        # A graph holds no measurement of attention logits.
+        graphs = None if forward_only or self._measures_logits else self.graphs
         passes = batches if graphs is None else graphs.of_step(batches)
         outputs: list[Tensor] = run(
             forward_step_func=step,
@@ -378,7 +391,19 @@ class Engine:
     def apply(self, lr: float) -> None:
         """Clip the gradients by the norms that ``gradient_norm`` found, and apply them at learning rate ``lr``."""
         assert self.optimizer is not None, "this engine has no optimizer"
+        if self._clip is not None:
+            self.optimizer.head_shares = clip_shares(self.largest_logits(), self._clip)
         self.optimizer.apply(lr)
+
+    @property
+    def _clip(self) -> float | None:
+        """The largest attention logit that QK-clip leaves; None: it is off."""
+        return None if self.optimizer is None else self.optimizer.spec.qk_clip
+
+    def largest_logits(self) -> Tensor:
+        """See ``AttentionLogits.largest``; of the last ``forward_backward``, if it measured them."""
+        assert self.logits is not None, "this engine is not trained"
+        return self.logits.largest()
 
     def step(self, lr: float) -> float:
         """Apply the gradients, whatever they are; returns their global norm before clipping."""
@@ -424,6 +449,20 @@ class Engine:
         for model in self.models:
             model.start_param_sync(force_sync=True)
 
+    @contextmanager
+    @torch.no_grad()
+    def read_weights(self) -> Iterator[None]:
+        """The model with the weights that checkpoints have, where the optimizer takes gradients at others."""
+        if not isinstance(self.optimizer and self.optimizer.spec, AveragedSpec):
+            yield
+            return
+        assert self.optimizer is not None
+        self.optimizer.show_read()
+        self.gather_weights()
+        yield
+        self.optimizer.copy_to_model()
+        self.gather_weights()
+
     def wanted_shards(self, *, weights_only: bool) -> list[TensorShard]:
         """The shards that this rank needs of a checkpoint, to fill in place; ``finish_loading`` must follow."""
         if self.optimizer is None:
@@ -433,17 +472,17 @@ class Engine:
         return list(optimizer_shards(self.chunks, self.optimizer, copies=True, state=not weights_only))
 
     @torch.no_grad()
-    def finish_loading(self, counters: Mapping[str, int] | None) -> None:
+    def finish_loading(self, counters: Mapping[str, float] | None) -> None:
         """Set the model to the optimizer's weights, as after a step; ``counters`` as from ``counters()``."""
         if self.optimizer is None:
             return
+        if counters is not None:
+            self.optimizer.set_counters(counters)
         # Each rank has filled its own part; gathering gives the model the others', as at the end of a step.
         self.optimizer.copy_to_model()
         self.gather_weights()
-        if counters is not None:
-            self.optimizer.set_counters(counters)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """The optimizer's state that is no tensor of a parameter's shape; the same on every rank."""
         return {} if self.optimizer is None else self.optimizer.counters()
 

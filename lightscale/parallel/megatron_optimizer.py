@@ -6,14 +6,17 @@ in pyproject.toml reads them again there. The structure they reach into: ``get_m
 ``.optimizer``, whose parameters are this rank's parts of the model's, flat and in fp32.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightscale.parallel.attention_logits import QKClip
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.megatron import (
     ChainedOptimizer,
@@ -24,13 +27,14 @@ from lightscale.parallel.megatron import (
     TransformerConfig,
     get_megatron_optimizer,
 )
+from lightscale.parallel.model_shards import owned_boxes
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
 from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, average_state
 
 # Of Megatron's distributed optimizer, which takes no other: what an elementwise optimizer replaces before it has state.
 _PLACEHOLDER = {"optimizer": "adam"}
 # The key of Megatron's groups with the name of ours.
-_GROUP = "lightscale_group"
+GROUP = "lightscale_group"
 
 
 def _decays_no_weight(parameter: nn.Parameter) -> bool:
@@ -41,10 +45,55 @@ def _key_of(group: str, group_of: Mapping[int, str]) -> ParamKey:
     return ParamKey(predicate=ParamPredicate(name=f"group {group}", fn=lambda one: group_of.get(id(one)) == group))
 
 
+class ElementwiseSteps:
+    """The steps of ``spec`` on this rank's parts, flat and in fp32, in the place of Megatron's Adam.
+
+    It has what Megatron asks of PyTorch's optimizers, whose own class refuses parts of the model's fp32 weights.
+
+    ``names``: of the parameter of each part.
+    """
+
+    def __init__(self, spec: ElementwiseSpec, param_groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
+        self.spec, self.param_groups = spec, param_groups
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.directions: dict[Tensor, Tensor] = {}
+        """(n,) of the parts whose next step is known already; the step takes them out."""
+        self._behind: list[Callable[..., None]] = []
+        for group in param_groups:
+            group["step"] = 0
+            for weights in group["params"]:
+                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.step_state_of(names[weights])}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every part that has a gradient."""
+        for group in self.param_groups:
+            spec = self.spec.of_group(group.get(GROUP))
+            group["step"] += 1
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    direction = self.directions.pop(weights, None)
+                    if direction is None:
+                        direction = spec.direction(weights.grad, self.state[weights], group["step"])
+                    self.apply(weights, direction, lr=group["lr"], weight_decay=group["weight_decay"])
+        for hook in self._behind:
+            hook(self, (), {})
+
+    def apply(self, weights: Tensor, direction: Tensor, *, lr: float, weight_decay: float) -> None:
+        """Step ``weights`` (n,), in place."""
+        weights.mul_(1 - lr * weight_decay).sub_(direction, alpha=lr)
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> None:
+        """As PyTorch's."""
+        self._behind.append(hook)
+
+
 class MegatronOptimizer(Optimizer):
     """Megatron's distributed optimizer, for fp32, bf16 and fp16 weights; it refuses fp64."""
 
     spec: MegatronSpec | ElementwiseSpec
+    steps_type: ClassVar[Any] = ElementwiseSteps
+    """What takes the steps of an ``ElementwiseSpec``."""
 
     def __init__(
         self,
@@ -64,6 +113,7 @@ class MegatronOptimizer(Optimizer):
             for group in spec.groups_of(name)
         }
         self._device = next(models[0].parameters()).device
+        self._modules = [model.module for model in models]
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=0.0,
@@ -78,10 +128,12 @@ class MegatronOptimizer(Optimizer):
             list(models),
             config_overrides={
                 ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0},
-                **{_key_of(name, self._group_of): {_GROUP: name} for name in spec.groups},
+                **{_key_of(name, self._group_of): {GROUP: name} for name in spec.groups},
             },
             use_gloo_process_groups=on_gpu,
         )
+        for part in self.megatron.chained_optimizers:
+            _number_in_order(part)
         # By group, None: of all that have no limit of their own.
         self._limits: dict[str | None, float] = {None: spec.grad_clip}
         self._limits |= {name: one.grad_clip for name, one in spec.groups.items() if one.grad_clip is not None}
@@ -90,10 +142,11 @@ class MegatronOptimizer(Optimizer):
         if isinstance(spec, ElementwiseSpec):
             for part in self.megatron.chained_optimizers:
                 names = {weights: self._names[parameter] for parameter, weights in main_weights(part)}
-                part.optimizer = ElementwiseSteps(spec, part.optimizer.param_groups, names)
+                part.optimizer = self.steps_type(spec, part.optimizer.param_groups, names)
+            self._clip_behind_steps()
             return
         for group in self.megatron.param_groups:
-            own = spec.groups.get(group.get(_GROUP))
+            own = spec.groups.get(group.get(GROUP))
             if own is not None and own.betas is not None:
                 group["betas"] = tuple(own.betas)
         if on_gpu:
@@ -104,6 +157,30 @@ class MegatronOptimizer(Optimizer):
             # weight decay that is part of the gradient writes state, so it is undone.
             part._init_optimizer_states_with_dummy_values()
         self._zero_state()
+        self._clip_behind_steps()
+
+    def _clip_behind_steps(self) -> None:
+        """Let QK-clip scale the fp32 weights before the model's become copies of them."""
+        if self.spec.qk_clip is None:
+            return
+        boxes = [
+            one
+            for one in owned_boxes(self._modules, self)
+            if one.box.key in self.spec.clipped_rows and self._is_stepped(one.parameter)
+        ]
+        clip = QKClip(self.spec, boxes)
+
+        def scale(part: Any, *_: object) -> None:
+            if self.head_shares is not None:
+                clip.scale(self.head_shares, part.model_param_group_index_map)
+
+        for part in self.megatron.chained_optimizers:
+            part.optimizer.register_step_post_hook(partial(scale, part))
+
+    def _is_stepped(self, parameter: nn.Parameter) -> bool:
+        group = self._group_of.get(id(parameter))
+        is_held = getattr(parameter, "keeps_its_values", False)
+        return not is_held and (group is None or self.spec.groups[group].lr_factor > 0)
 
     def fuse(self) -> None:
         """One kernel for many tensors where Megatron found neither apex's nor Transformer Engine's.
@@ -145,7 +222,7 @@ class MegatronOptimizer(Optimizer):
         the norm and skip a step of which nothing has changed yet.
         """
         for group in self.megatron.param_groups:
-            own = self.spec.groups.get(group.get(_GROUP))
+            own = self.spec.groups.get(group.get(GROUP))
             group["lr"] = lr if own is None else lr * own.lr_factor
             # Megatron only notes the override; its scheduler, which is not used here, would apply it.
             group["weight_decay"] = self.spec.weight_decay * group["wd_mult"]
@@ -165,7 +242,7 @@ class MegatronOptimizer(Optimizer):
         """This rank's gradients of each of ``_limits``."""
         found: dict[str | None, list[Tensor]] = {name: [] for name in self._limits}
         for group in self.megatron.param_groups:
-            name = group.get(_GROUP)
+            name = group.get(GROUP)
             found[name if name in found else None] += [p.grad for p in group["params"] if p.grad is not None]
         return list(found.values())
 
@@ -209,13 +286,13 @@ class MegatronOptimizer(Optimizer):
             )
         return None
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """See ``Optimizer``. A rank without parameters has taken 0 steps."""
         return {self.spec.step_counter: int(next(self._steps(), 0))}
 
-    def set_counters(self, counters: Mapping[str, int]) -> None:
+    def set_counters(self, counters: Mapping[str, float]) -> None:
         """See ``Optimizer``."""
-        self._set_steps(counters[self.spec.step_counter])
+        self._set_steps(int(counters[self.spec.step_counter]))
         self._averages.have_begun = counters[self.spec.step_counter] > 0
 
     def _zero_state(self) -> None:
@@ -286,36 +363,15 @@ class Averages:
                 torch._foreach_lerp_(list(self._held[name].values()), list(self._weights.values()), 1 - decay)
 
 
-class ElementwiseSteps:
-    """The steps of ``spec`` on this rank's parts, flat and in fp32, in the place of Megatron's Adam.
+def _number_in_order(part: Any) -> None:
+    """Let ``part`` find each parameter's fp32 weights where they are.
 
-    It has what Megatron asks of PyTorch's optimizers, whose own class refuses parts of the model's fp32 weights.
-
-    ``names``: of the parameter of each part.
+    Its optimizer has those of fp32 parameters first in every group; Megatron numbers them in the order of buffers, and
+    so takes one parameter's state for another's where a group has bf16 ones too.
     """
-
-    def __init__(self, spec: ElementwiseSpec, param_groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
-        self.spec, self.param_groups = spec, param_groups
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        self.directions: dict[Tensor, Tensor] = {}
-        """(n,) of the parts whose next step is known already; the step takes them out."""
-        for group in param_groups:
-            group["step"] = 0
-            for weights in group["params"]:
-                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.step_state_of(names[weights])}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One step of every part that has a gradient."""
-        for group in self.param_groups:
-            spec = self.spec.of_group(group.get(_GROUP))
-            group["step"] += 1
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    direction = self.directions.pop(weights, None)
-                    if direction is None:
-                        direction = spec.direction(weights.grad, self.state[weights], group["step"])
-                    weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+    for number, parameters in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for place, parameter in enumerate(itertools.chain(*parameters)):
+            part.model_param_group_index_map[parameter] = (number, place)
 
 
 def main_weights(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -23,6 +23,11 @@ class OwnedState:
     state: Mapping[str, Tensor]
     """(last - first,) each, by the names in ``OptimizerSpec.state``."""
 
+    def bytes_beside(self, parameter: nn.Parameter) -> int:
+        """Bytes that are not those of ``parameter``: of the state, and of weights in memory of their own."""
+        is_own = self.weights.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+        return sum(tensor.nbytes for tensor in self.state.values()) + self.weights.nbytes * is_own
+
 
 class Optimizer(ABC):
     """The optimizer of this rank, over the parameters of ``models``.
@@ -39,6 +44,8 @@ class Optimizer(ABC):
         """``models``: one per virtual stage, as Megatron wraps them. The state must exist when this returns: a
         checkpoint may be read into it before the first step."""
         self.spec = spec
+        self.head_shares: Tensor | None = None
+        """(layers, heads) fp64 on the host: γ of ``OptimizerSpec.qk_clip`` in the next ``apply``; None: none."""
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -67,16 +74,22 @@ class Optimizer(ABC):
     def copy_to_model(self) -> None:
         """Copy the fp32 weights to this rank's part of the model's weights; the engine gathers the other parts."""
 
+    def show_read(self) -> None:  # noqa: B027 - most optimizers step the weights that are read
+        """Set this rank's part of the model's weights to those that are read, where gradients are taken at others.
+
+        ``copy_to_model`` sets them back.
+        """
+
     @abstractmethod
     def owned(self, parameter: nn.Parameter) -> OwnedState | None:
         """State of ``parameter`` on this rank, not a copy; None if this rank has none."""
 
     @abstractmethod
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """State outside tensors of a parameter's shape; equal on every rank."""
 
     @abstractmethod
-    def set_counters(self, counters: Mapping[str, int]) -> None:
+    def set_counters(self, counters: Mapping[str, float]) -> None:
         """The inverse of ``counters``."""
 
 

@@ -32,6 +32,18 @@ def average_state(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Consecutive rows of a parameter that QK-clip scales by γ^power, of a head in a layer, both from 0."""
+
+    layer: int
+    head: int
+    first: int
+    last: int
+    """Behind the last row."""
+    power: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
     """Constants of an optimizer. The learning rate is an argument of every step.
 
@@ -48,10 +60,17 @@ class OptimizerSpec(ABC):
     ema: Mapping[str, float] = field(default_factory=dict)
     """Name to decay rate per step of exponential moving averages of the weights, kept in fp32 beside the state."""
 
+    qk_clip: float | None = None
+    """Largest attention logit; None: not bounded. Each step divides what made a head exceed it (``clipped_rows``)."""
+    clipped_rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)
+    """By global name of a parameter, what is scaled of it behind a step."""
+
     options: ClassVar[type[OptimizerConfig]]
     """The type of section [optimizer] with this optimizer's name."""
     state: ClassVar[tuple[str, ...]]
     """fp32 tensors in a parameter's shape, kept beside its fp32 weights; in checkpoints NAME.PARAMETER."""
+    scaled_state: ClassVar[tuple[str, ...]] = ()
+    """Those that are weights too: what scales weights (QK-clip) scales them."""
     step_counter: ClassVar[str]
     """The name of the number of steps in a checkpoint's state.json."""
     state_description: ClassVar[str]
@@ -133,6 +152,35 @@ class ElementwiseSpec(OptimizerSpec):
             state: (n,) each, by the names in ``self.state``; zeros before step 1.
             step: from 1 on.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedSpec(ElementwiseSpec):
+    """Three sequences of weights: z takes the steps, x is their average, and gradients are taken at y between both.
+
+        z ← z - lr (direction + weight_decay y),  x ← x + c (z - x),  y = x + (1 - interpolation) (z - x)
+
+    c is the step's part of the sum of lr² so far. The direction is of gradients at y. What is read (checkpoints,
+    validation, exports) is x.
+    """
+
+    peak_lr: float = 1.0
+    """Largest learning rate; the sum is of squares of shares of it."""
+
+    scaled_state: ClassVar[tuple[str, ...]] = ("z",)
+    weight_counter: ClassVar[str]
+    """The name of the sum in a checkpoint's state.json."""
+
+    implementation: ClassVar[str] = "lightscale.parallel.averaged_steps:AveragedOptimizer"
+
+    @property
+    @abstractmethod
+    def interpolation(self) -> float:
+        """Share of x in y."""
+
+    def state_bytes(self, parameter: str) -> int:
+        """See ``OptimizerSpec``; x is kept beside the weights of the step."""
+        return super().state_bytes(parameter) + _FP32_BYTES
 
 
 RowRanges = tuple[tuple[int, int], ...]

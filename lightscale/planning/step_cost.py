@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from lightscale.config.layout import Layout
 from lightscale.config.model import ModelConfig
+from lightscale.config.optimizers import DEFAULT as DEFAULT_OPTIMIZER
+from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import Attention, Exchange, Recompute, RunConfig, TaskConfig
 from lightscale.kernels.operators import CostClass
 from lightscale.models.accounting import padded_vocab_size, parameter_shapes
@@ -99,7 +101,10 @@ class CostModel:
     @cached_property
     def _frozen(self) -> "CostModel":
         """Of the teacher's run, without a teacher of its own."""
-        alone = self.config.model_copy(update={"model": self._teacher, "task": TaskConfig()})
+        # Groups and clipping are of the student's parameters.
+        optimizer = optimizer_class(DEFAULT_OPTIMIZER).options(lr=1.0)
+        update = {"model": self._teacher, "task": TaskConfig(), "optimizer": optimizer}
+        alone = self.config.model_copy(update=update)
         return CostModel(alone, self.work.sequence_length, self.hardware)
 
     def memory(
@@ -232,6 +237,9 @@ class _MicroBatchCost:
             tensor_s = self._tensor_forward_s(layer)
             waits = Times(launch_s=launch_s, tensor_s=tensor_s, tensor_total_s=tensor_s) + self._keys(layer)
             times += (compute + waits) * count
+            if self.optimizer.qk_clip is not None and layer.cost is CostClass.SOFTMAX:
+                # One of the two products of attention once more.
+                times += Times(operators_s=compute.operators_s / 2) * count
         return times + self._ends(stage, backward=False)
 
     def backward(self, stage: StageWork) -> Times:

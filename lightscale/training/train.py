@@ -10,6 +10,7 @@ start, save and stop, and a status when the loop ends.
 """
 
 import importlib
+import math
 import os
 import shlex
 import socket
@@ -320,7 +321,8 @@ class Trainer:
                 # After a possible rollback and before a possible save: the loss of the weights that are saved.
                 every = config.train.validate_every
                 if every and (self.step % every == 0 or self.step == total):
-                    self._validate(metrics)
+                    with self.engine.read_weights():
+                        self._validate(metrics)
                 is_evaluated = self._evaluate(metrics)
                 # From here to the end of the iteration ranks decide together, by all-reduces: a rank that saved
                 # or left by itself would leave the others in a collective that never completes.
@@ -357,7 +359,9 @@ class Trainer:
         self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
         self.heartbeat.beat("forward and backward", step=step)
-        sums = self.engine.forward_backward(batches)
+        every = self.config.metrics.attention_logits_every
+        measures_logits = bool(every) and step % every == 0 and metrics.due(step)
+        sums = self.engine.forward_backward(batches, measure_logits=measures_logits)
         # Between backward pass and optimizer, the last moment at which all copies of a weight must still be equal.
         self.replicas.observe()
         if self.replicas.is_due(step):
@@ -384,6 +388,8 @@ class Trainer:
             if sums.z_loss is not None:
                 more["z_loss"] = sums.z_loss / max(sums.tokens, 1)
             groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
+            if measures_logits or self.config.optimizer.qk_clip is not None:
+                groups["largest_logit"] = self._logits_by_layer()
             metrics.log_step(
                 step,
                 tokens=self.loader.tokens,
@@ -415,6 +421,12 @@ class Trainer:
             "loss_by_source": {name: loss / tokens for name, (loss, tokens) in found.items()},
             "tokens_by_source": {name: tokens for name, (_, tokens) in found.items()},
         }
+
+    def _logits_by_layer(self) -> dict[str, Scalar]:
+        """The largest attention logit of each layer that has some, over the micro-batches of the step."""
+        digits = len(str(self.config.model.num_layers - 1))
+        largest = [max(of_heads) for of_heads in self.engine.largest_logits().tolist()]
+        return {f"{layer:0{digits}}": logit for layer, logit in enumerate(largest) if logit > -math.inf}
 
     def _memory_gib(self) -> dict[str, Scalar]:
         """What this rank holds, beside what planning expected."""
@@ -494,7 +506,8 @@ class Trainer:
             return True
         self.heartbeat.beat("evaluation", step=self.step)
         self._check_directory()
-        found = self.evaluation.evaluate(self.step)
+        with self.engine.read_weights():
+            found = self.evaluation.evaluate(self.step)
         metrics.log_evaluation(self.step, tokens=self.loader.tokens, scores=found.scores, seconds=found.seconds)
         return found.is_complete
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightscale.kernels.attention import HeadMaxima
 from lightscale.models.layers.context import SequenceContext
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import key_ring
@@ -63,21 +64,28 @@ def inputs_of(groups: int, *, has_sinks: bool) -> list[Tensor]:
     return [torch.randn(shape, dtype=DOUBLE, generator=generator) for shape in shapes]
 
 
-def dense(
-    positions: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, causal: bool,
-    window: int | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """By all pairs of tokens."""
+def logits(
+    positions: Tensor, q: Tensor, k: Tensor, *, causal: bool, window: int | None = None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Of all pairs of tokens, whether the first reads the second (b, 1, n, n), and the scores (b, h, n, n)."""
     number = (positions == 0).cumsum(dim=1)
     seen = number[:, :, None] == number[:, None]
     back = torch.arange(T)[:, None] - torch.arange(T)
     if causal:
         seen = seen & (back >= 0) & (back < (window or T))
-    shared = HEADS // k.size(2)
-    k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
-    scores = torch.einsum("bthk, bshk -> bhts", q, k) / K**0.5
+    k = k.repeat_interleave(HEADS // k.size(2), dim=2)
+    return seen[:, None], torch.einsum("bthk, bshk -> bhts", q, k) / K**0.5
+
+
+def dense(
+    positions: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, causal: bool,
+    window: int | None = None, cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """By all pairs of tokens."""
+    seen, scores = logits(positions, q, k, causal=causal, window=window)
+    v = v.repeat_interleave(HEADS // v.size(2), dim=2)
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
-    weights = torch.where(seen[:, None], scores.exp(), 0.0)
+    weights = torch.where(seen, scores.exp(), 0.0)
     total = weights.sum(dim=-1, keepdim=True)
     total = total if sinks is None else total + sinks.exp()[:, None, None]
     return torch.einsum("bhts, bshk -> bthk", weights / total, v)
@@ -98,6 +106,9 @@ def of_ranks(mesh: Mesh, case: Case) -> Iterator[tuple[str, float]]:
     upstream = torch.randn(B, T, HEADS, K, dtype=DOUBLE, generator=torch.Generator().manual_seed(7))
     expected = dense(positions, *inputs, **KINDS[kind])
     gradients = torch.autograd.grad(expected, inputs, upstream)
+    seen, scores = logits(positions, *inputs[:2], **KINDS[kind])
+    # They are kept in fp32.
+    largest = torch.where(seen, scores, -torch.inf).amax(dim=(0, 2, 3)).detach()
     first = sum(lengths[: mesh.sequence_rank])
     own = slice(first, first + lengths[mesh.sequence_rank])
     context = SequenceContext.of(positions[:, own], exchange=mesh.exchange, across=mesh.attention, lengths=lengths)
@@ -106,14 +117,17 @@ def of_ranks(mesh: Mesh, case: Case) -> Iterator[tuple[str, float]]:
     # Two layers of one pass share what is known of the documents.
     for layer in range(2):
         attention = context.attention_of(**KINDS[kind])
-        o = context.begin_attention(attention, parts[1], parts[2], sinks)(parts[0])
+        maxima = HeadMaxima(layer, 0, HEADS, torch.device("cpu"))
+        o = context.begin_attention(attention, parts[1], parts[2], sinks, maxima)(parts[0])
+        assert mesh.exchange is not None
+        torch.distributed.all_reduce(maxima.values, torch.distributed.ReduceOp.MAX, group=mesh.exchange.group)
+        yield f"{layer}: largest logits", error(maxima.values, largest) * 1e-6
         found = torch.autograd.grad(o, parts, upstream[:, own])
         yield f"{layer}: o", error(o.detach(), expected[:, own].detach())
         for name, gradient, of_one in zip("qkv", found[:3], gradients[:3], strict=True):
             # Relative to all tokens': what is zero but for rounding has no size of its own.
             yield f"{layer}: d{name}", float((gradient - of_one[:, own]).norm() / of_one.norm())
         if sinks is not None:
-            assert mesh.exchange is not None
             total = found[3].clone()
             torch.distributed.all_reduce(total, group=mesh.exchange.group)
             yield f"{layer}: dsinks", error(total, gradients[3])

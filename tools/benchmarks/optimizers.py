@@ -89,5 +89,5 @@ def _elements(engine: Engine) -> int:
 def _state_bytes(engine: Engine) -> int:
     """Held by the engine's one rank."""
     assert engine.optimizer is not None, "it is trained"
-    states = map(engine.optimizer.owned, engine.module.parameters())
-    return sum(tensor.nbytes for state in states if state is not None for tensor in state.state.values())
+    states = [(parameter, engine.optimizer.owned(parameter)) for parameter in engine.module.parameters()]
+    return sum(state.bytes_beside(parameter) for parameter, state in states if state is not None)

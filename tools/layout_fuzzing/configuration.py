@@ -15,6 +15,7 @@ from lightscale.errors import UserError
 from lightscale.launch.commands.checks import check_lines
 from lightscale.models.registry import check_model, shared_specs
 from lightscale.models.specs.tpe import TPESpec
+from lightscale.training.optimizer.registry import optimizer_spec
 
 
 def config_of(drawn: Drawn, stores: str) -> RunConfig:
@@ -34,6 +35,7 @@ def config_of(drawn: Drawn, stores: str) -> RunConfig:
     check_mixers(config.model, config.parallel)
     check_layout(config, drawn.world_size)
     check_lines(config)
+    optimizer_spec(config)
     _check_cuts(config, drawn)
     return config
 

@@ -87,6 +87,7 @@ NUMBERS: dict[str, list[Any]] = {
         {},
         {"first": {"parameters": ["embedding.*"], "lr_factor": 0.5, "weight_decay": 0.0, "grad_clip": 0.01}},
     ],
+    "optimizer.qk_clip": [None, 0.01],
     "optimizer.ema": [{}, {"slow": 0.9, "fast": 0.5}],
     "optimizer.alpha": [5.0, 0.0],
     "optimizer.slow_warmup_steps": [None, 2],

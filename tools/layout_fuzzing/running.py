@@ -199,8 +199,9 @@ class _Case:
         """Of all ranks."""
         optimizer = self.engine.optimizer
         assert optimizer is not None, "fp32"
-        states = [optimizer.owned(parameter) for _, parameter in _parameters(self.engine)]
-        own = sum(tensor.nbytes for state in states if state is not None for tensor in state.state.values())
+        states = [(parameter, optimizer.owned(parameter)) for _, parameter in _parameters(self.engine)]
+        # In fp32 the model's weights are those of the steps.
+        own = sum(state.bytes_beside(parameter) for parameter, state in states if state is not None)
         total = torch.tensor(float(own))
         torch.distributed.all_reduce(total)
         return float(total)

@@ -9,14 +9,17 @@ from lightscale.kernels.attention.documents import (
     to_device,
 )
 from lightscale.kernels.attention.flash_parts import add_gradients, add_keys
+from lightscale.kernels.attention.logits import HeadMaxima, largest_logits
 from lightscale.kernels.attention.tiled import KeyRanges, masked_attention
 
 __all__ = [
     "DocumentAttention",
     "DocumentStarts",
+    "HeadMaxima",
     "KeyRanges",
     "add_gradients",
     "add_keys",
+    "largest_logits",
     "leading_tokens",
     "masked_attention",
     "read_starts",

@@ -156,7 +156,7 @@ class AttentionSums(NamedTuple):
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, cap: float | None) -> None:
         """Take in keys and values (b, keys, g, k), in place."""
-        heads = _Heads(q, k, ranges, cap)
+        heads = HeadTiles(q, k, ranges, cap)
         for row in range(q.size(0)):
             for block in ranges.blocks(row):
                 rows = block[0].rows
@@ -215,7 +215,7 @@ def add_gradients(
         cap: see ``tiled_attention``.
     """
     (dq, dk, dv), (q, k, v) = found, inputs
-    heads = _Heads(q, k, ranges, cap)
+    heads = HeadTiles(q, k, ranges, cap)
     for row in range(q.size(0)):
         for block in ranges.blocks(row):
             rows = block[0].rows
@@ -257,7 +257,7 @@ class _Tiled(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
-class _Heads:
+class HeadTiles:
     """Blocks of queries and tiles of keys by heads of keys, each with the queries of all heads that share it."""
 
     def __init__(self, q: Tensor, k: Tensor, ranges: KeyRanges, cap: float | None) -> None:

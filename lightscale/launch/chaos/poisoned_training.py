@@ -52,9 +52,9 @@ def _tensors(engine: Engine, place: str) -> list[Tensor]:
 def _poison_every_step() -> None:
     forward_backward = Engine.forward_backward
 
-    def poisoned(self: Engine, batches: Sequence[Any]) -> Any:
+    def poisoned(self: Engine, batches: Sequence[Any], **how: Any) -> Any:
         poison(self)
-        return forward_backward(self, batches)
+        return forward_backward(self, batches, **how)
 
     Engine.forward_backward = poisoned  # type: ignore[method-assign]
     # Ranks that are no forks.

@@ -23,6 +23,7 @@ from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenS
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.registry import find_tasks
+from lightscale.models.attention_heads import check_measured_logits
 from lightscale.models.registry import shared_specs
 from lightscale.models.specs.tpe import TPESpec
 from lightscale.runs.run_directory import RunDirectory
@@ -140,6 +141,7 @@ def check_inputs(config: RunConfig, directory: RunDirectory, allow: Collection[s
     check_mixers(config.model, config.parallel)
     check_installed(config.metrics.sinks)
     optimizer_spec(config)
+    check_measured_logits(config)
     check_lines(config)
     _check_store(config)
     _check_tasks(config)

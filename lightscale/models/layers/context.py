@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from lightscale.config.model import GridConfig
-from lightscale.kernels.attention import DocumentAttention, DocumentStarts, leading_tokens, read_starts, to_device
+from lightscale.kernels.attention import (
+    DocumentAttention,
+    DocumentStarts,
+    HeadMaxima,
+    leading_tokens,
+    read_starts,
+    to_device,
+)
 from lightscale.kernels.common.angles import Phases
 from lightscale.kernels.common.captures import CannotCapture
 from lightscale.models.layers.grid import coordinates
@@ -76,7 +83,14 @@ class SequenceContext:
             self._attentions[key] = whole if key[1:] == (None, None) else replace(whole, window=window, cap=cap)
         return self._attentions[key]
 
-    def begin_attention(self, attention: DocumentAttention, k: Tensor, v: Tensor, sinks: Tensor | None) -> Finish:
+    def begin_attention(
+        self,
+        attention: DocumentAttention,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        maxima: HeadMaxima | None = None,
+    ) -> Finish:
         """Start attention across the sequence ranks; see ``parallel.sequence.AttentionExchange.begin``.
 
         ``attention`` is what ``attention_of`` gives.
@@ -85,7 +99,7 @@ class SequenceContext:
         assert self.across is not None, "ranks were not told how queries and keys meet"
         if attention not in self._splits:
             self._splits[attention] = SplitAttention(attention, self.positions, self._rank_lengths, self.exchange)
-        return self.across.begin(k, v, self._splits[attention], sinks)
+        return self.across.begin(k, v, self._splits[attention], sinks, maxima)
 
     def phases_of(self, key: Hashable, make: Callable[[Tensor], Phases]) -> Phases:
         """``make(positions)``, computed once for all layers that give the same ``key``; without a gradient."""

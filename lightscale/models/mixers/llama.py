@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.kernels.attention import DocumentAttention, masked_attention, sdpa
+from lightscale.kernels.attention import DocumentAttention, HeadMaxima, largest_logits, masked_attention, sdpa
 from lightscale.kernels.common.angles import Phases
 from lightscale.kernels.heads import Heads
 from lightscale.models.layers.context import Finish, MixerState, SequenceContext
@@ -69,6 +69,7 @@ class LLaMA(Mixer):
         rows = 2 * width if self.has_gate else width
         self.q_proj = column_parallel(config, d, rows, std=std, group=group, bias=bias != "none")
         self.out_proj = row_parallel(config, width, d, std=self.output_std, group=group, bias=bias == "all")
+        self.maxima = HeadMaxima(self.layer, self.heads.start, self.num_heads, self.q_proj.weight.device)
         self.q_norm, self.k_norm = (self._norm_of(options, heads) for heads in (model.num_heads, num_key_value_heads))
         self.rotary = None
         if options.positions == "rope":
@@ -109,7 +110,8 @@ class LLaMA(Mixer):
 
     def _begin(self, k: Tensor, v: Tensor, context: SequenceContext) -> Finish:
         if context.exchange is not None:
-            return context.begin_attention(self._attention(context), k, v, None if self.sinks is None else self.sinks())
+            sinks = None if self.sinks is None else self.sinks()
+            return context.begin_attention(self._attention(context), k, v, sinks, self.maxima.of_pass)
         if context.states is not None:
             assert self.is_causal, "only models that predict the next token generate"
             return lambda q: self._continue(q, k, v, context)
@@ -119,7 +121,10 @@ class LLaMA(Mixer):
         return context.attention_of(causal=self.is_causal, window=self.window, cap=self.cap)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
-        return self._attention(context)(q, k, v, None if self.sinks is None else self.sinks())
+        attention, maxima = self._attention(context), self.maxima.of_pass
+        if maxima is not None:
+            maxima.take_in(largest_logits(q, k, attention.ranges))
+        return attention(q, k, v, None if self.sinks is None else self.sinks())
 
     def _continue(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Attention to the cached tokens of the same document too; the cache takes the new ones in."""

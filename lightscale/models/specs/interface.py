@@ -113,6 +113,9 @@ class MixerSpec(ABC):
     shared: ClassVar[tuple[type[PartSpec], ...]] = ()
     """Parts that the model holds once for all layers of this kind."""
 
+    has_logits: ClassVar[bool] = False
+    """Whether scores of queries and keys go through a softmax: the mixer then has a ``HeadMaxima``, ``maxima``."""
+
     activated: ClassVar[int] = 2
     """Number of queries and keys (0 to 2) that the backward pass keeps also behind an activation."""
 

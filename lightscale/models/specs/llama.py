@@ -15,6 +15,7 @@ class LLaMASpec(MixerSpec):
 
     operator = "SDPA"
     other_operators = ("heads",)
+    has_logits: ClassVar[bool] = True
     whole_on_tensor_ranks: ClassVar[frozenset[str]] = frozenset({"out_proj.bias"})
 
     @staticmethod

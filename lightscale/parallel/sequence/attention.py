@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightscale.kernels.attention import DocumentAttention, KeyRanges, read_starts
+from lightscale.kernels.attention import DocumentAttention, HeadMaxima, KeyRanges, read_starts
 from lightscale.parallel.sequence.exchange import StateExchange
 from lightscale.parallel.sequence.ring_plan import HalfReads, RingPlan, first_half
 from lightscale.parallel.sequence.trade import trade
@@ -98,7 +98,9 @@ class AttentionExchange(ABC):
         self.exchange = exchange
 
     @abstractmethod
-    def begin(self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None) -> Finish:
+    def begin(
+        self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None, maxima: HeadMaxima | None = None
+    ) -> Finish:
         """Start bringing keys and values of this rank's tokens, (b, n, g, k), to the queries.
 
         Segments may differ in length from rank to rank, and be empty. Nothing is replayed as states are: what a
@@ -108,6 +110,7 @@ class AttentionExchange(ABC):
             k, v: keys and values.
             attention: of the pass, with its documents, window and cap.
             sinks: (h,) logits, one more term of each head's sum; None: none.
+            maxima: takes in the largest logits that this rank computes; None: they are not measured.
 
         Returns:
             A function to be called once.

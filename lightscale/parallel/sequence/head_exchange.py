@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightscale.kernels.attention import HeadMaxima, largest_logits
 from lightscale.parallel.sequence.attention import AttentionExchange, Finish, SplitAttention
 from lightscale.parallel.sequence.exchange import StateExchange, Wait
 
@@ -20,7 +21,9 @@ from lightscale.parallel.sequence.exchange import StateExchange, Wait
 class HeadExchange(AttentionExchange):
     """Ranks divide the heads of queries. Heads of keys are divided too, or copied where they are fewer than ranks."""
 
-    def begin(self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None) -> Finish:
+    def begin(
+        self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None, maxima: HeadMaxima | None = None
+    ) -> Finish:
         """See ``AttentionExchange``."""
         exchange, lengths, whole = self.exchange, attention.lengths, attention.whole
         kv = torch.stack([k, v], dim=3)
@@ -34,6 +37,8 @@ class HeadExchange(AttentionExchange):
                 q, exchange, lengths, exchange.submit(_to_heads, exchange, q.detach(), lengths)
             )
             keys, values = _ToHeads.apply(kv, exchange, lengths, wait).unbind(dim=3)
+            if maxima is not None:
+                maxima.take_in(largest_logits(queries, keys, whole.ranges), exchange.rank * queries.size(2))
             own_sinks = None if sinks is None else sinks.chunk(exchange.size)[exchange.rank]
             o: Tensor = _ToTokens.apply(whole(queries, keys, values, own_sinks), exchange, lengths)
             return o

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightscale.kernels.attention import KeyRanges, add_gradients, add_keys
+from lightscale.kernels.attention import HeadMaxima, KeyRanges, add_gradients, add_keys, largest_logits
 from lightscale.kernels.attention.tiled import AttentionSums, Cotangents
 from lightscale.kernels.common.states import state_dtype
 from lightscale.parallel.sequence.attention import AttentionExchange, Finish, SplitAttention
@@ -29,10 +29,12 @@ from lightscale.parallel.sequence.trade import Sent, Wanted, messages, trade, tr
 class KeyRing(AttentionExchange):
     """Messages between ranks, each beside the computation with the block before."""
 
-    def begin(self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None) -> Finish:
+    def begin(
+        self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None, maxima: HeadMaxima | None = None
+    ) -> Finish:
         """See ``AttentionExchange``."""
         plan, kv = attention.plan, torch.stack([k, v])
-        ring = _RingOf(plan, self.exchange, attention.ring_ranges, attention.own.cap)
+        ring = _RingOf(plan, self.exchange, attention.ring_ranges, attention.own.cap, maxima)
         blocks = _Blocks(ring, kv.detach())
 
         def finish(q: Tensor) -> Tensor:
@@ -46,8 +48,15 @@ class KeyRing(AttentionExchange):
 class _RingOf:
     """One layer's ring, as this rank takes part in it."""
 
-    def __init__(self, plan: RingPlan, exchange: StateExchange, ranges: KeyRanges, cap: float | None) -> None:
-        self.plan, self.exchange, self.cap = plan, exchange, cap
+    def __init__(
+        self,
+        plan: RingPlan,
+        exchange: StateExchange,
+        ranges: KeyRanges,
+        cap: float | None,
+        maxima: HeadMaxima | None,
+    ) -> None:
+        self.plan, self.exchange, self.cap, self.maxima = plan, exchange, cap, maxima
         self.rank, self._ranges = exchange.rank, ranges
 
     def ranges(self, step: int) -> KeyRanges:
@@ -135,7 +144,10 @@ class _Ring(torch.autograd.Function):
 
         def take_in(step: int, block: Tensor | None) -> None:
             if block is not None:
-                add_keys(sums, q, block[0], block[1], ring.ranges(step), ring.cap)
+                ranges = ring.ranges(step)
+                add_keys(sums, q, block[0], block[1], ranges, ring.cap)
+                if ring.maxima is not None:
+                    ring.maxima.take_in(largest_logits(q, block[0], ranges))
 
         blocks.visit(take_in)
         o = sums.o.to(q.dtype)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightscale.kernels.attention import HeadMaxima, largest_logits
 from lightscale.parallel.sequence.attention import AttentionExchange, Finish, SplitAttention
 from lightscale.parallel.sequence.exchange import StateExchange
 
@@ -17,7 +18,9 @@ from lightscale.parallel.sequence.exchange import StateExchange
 class KeyGather(AttentionExchange):
     """One all-gather of keys and values, while queries are projected."""
 
-    def begin(self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None) -> Finish:
+    def begin(
+        self, k: Tensor, v: Tensor, attention: SplitAttention, sinks: Tensor | None, maxima: HeadMaxima | None = None
+    ) -> Finish:
         """See ``AttentionExchange``."""
         own = attention.own
         wait = begin_gather(torch.stack([k, v], dim=2), self.exchange, attention.lengths)
@@ -25,6 +28,8 @@ class KeyGather(AttentionExchange):
 
         def finish(q: Tensor) -> Tensor:
             keys, values = wait()[:, :seen].unbind(dim=2)
+            if maxima is not None:
+                maxima.take_in(largest_logits(q, keys, own.ranges))
             return own(q, keys, values, sinks)
 
         return finish

@@ -122,6 +122,7 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
         f"validation loss of {name} by position in the sequence": [rf"^validation_by_position/{name}/"]
         for name in config.data.validation
     }
+    has_logits = config.metrics.attention_logits_every or config.optimizer.qk_clip is not None
     chosen = {
         "loss": {
             "training loss": ["^train/loss$"],
@@ -135,6 +136,7 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
             "learning rate": ["^train/lr$"],
             "gradient norm by parameters": ["^gradient_norm/"],
             "update ratio |Δw| / |w| by parameters": ["^update_ratio/"],
+            **({"largest attention logit by layer": ["^largest_logit/"]} if has_logits else {}),
         },
         "speed and memory": {
             "tokens per second": ["^train/tokens_per_s$"],

@@ -340,13 +340,13 @@ def _check_one_embedding(path: Path, manifest: Manifest, allow: Collection[str])
     )
 
 
-def _check_counters(path: Path, state: Mapping[str, Any], expected: Mapping[str, int]) -> None:
+def _check_counters(path: Path, state: Mapping[str, Any], expected: Mapping[str, float]) -> None:
     """The optimizer's counters, by name; whether they are numbers that make sense is checked (``read_state``)."""
     if state["optimizer"].keys() != expected.keys():
         found, right = (", ".join(sorted(names)) or "none" for names in (state["optimizer"], expected))
-        if found in {optimizer_class(name).step_counter for name in OPTIMIZERS}:
+        if state["optimizer"].keys() & {optimizer_class(name).step_counter for name in OPTIMIZERS}:
             raise UserError(
-                f"{path} has the state of another optimizer: its counter is {found}, that of optimizer.name is "
+                f"{path} has the state of another optimizer: its counters are {found}, those of optimizer.name are "
                 f"{right}; set optimizer.name back, or start a new run with these weights (train.init_from)"
             )
         raise DamagedCheckpoint(f"{path / STATE}: expected the optimizer counters {right}, found {shown(found)}")

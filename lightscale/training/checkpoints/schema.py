@@ -25,6 +25,7 @@ def _printable(text: str) -> str:
     return text
 
 
+_Sum = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, le=1 << 62)]
 _Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
 _Ranks = Annotated[int, Field(ge=1, le=_MOST_RANKS)]
@@ -123,7 +124,7 @@ class State(_Strict):
     model_config = ConfigDict(extra="ignore")
 
     step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
-    optimizer: Annotated[dict[_Text, _Count], Field(max_length=100)] = _MISSING
+    optimizer: Annotated[dict[_Text, _Count | _Sum], Field(max_length=100)] = _MISSING
     data: _Data = _MISSING
     guard: _Guard = _MISSING
 

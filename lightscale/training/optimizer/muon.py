@@ -1,7 +1,7 @@
 """Muon: momentum whose matrices are made orthogonal (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
 
 With weight decay, and steps as large as those of AdamW (Moonlight, arXiv 2502.16982, sections 2.2 and 2.3), so that
-both have one learning rate. Not here: the clipping of queries and keys by attention scores (QK-clip, arXiv 2507.20534).
+both have one learning rate. With ``optimizer.qk_clip`` it is MuonClip (arXiv 2507.20534).
 """
 
 from __future__ import annotations

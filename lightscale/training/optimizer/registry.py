@@ -8,6 +8,7 @@ from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
+from lightscale.models.attention_heads import clipped_rows
 from lightscale.models.matrices import matrices
 from lightscale.parallel.optimizer_spec import MatrixSpec, OptimizerSpec, RowRanges
 
@@ -16,12 +17,17 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     """The optimizer that section [optimizer] of ``config`` describes.
 
     Raises UserError for a pattern of a parameter group that names no parameter of the model, for a parameter in two
-    groups, and for a pattern of ``optimizer.adamw`` that names no matrix.
+    groups, for a pattern of ``optimizer.adamw`` that names no matrix, and for QK-clip of a model that it cannot clip.
     """
     section = config.optimizer
     spec: OptimizerSpec = optimizer_class(section.name).from_config(section, config.total_steps)
     if isinstance(spec, MatrixSpec):
         spec = replace(spec, matrices=_stepped_whole(spec, matrices(config.model)))
+    if section.qk_clip is not None:
+        try:
+            spec = replace(spec, qk_clip=section.qk_clip, clipped_rows=clipped_rows(config.model))
+        except UserError as error:
+            raise UserError(f"optimizer.qk_clip = {section.qk_clip}: {error}") from None
     if section.ema:
         spec = replace(spec, ema=section.ema)
     if section.groups:

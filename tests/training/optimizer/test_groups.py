@@ -224,3 +224,28 @@ def test_betas_are_those_of_the_optimizer(betas: list[float]) -> None:
         config(group)
     if len(betas) == 3:
         assert optimizer_spec(config(group, name="ademamix")).of_group("a").betas == tuple(betas)  # type: ignore[attr-defined]
+
+
+def mixed(rank: int, world_size: int, init_method: str) -> list[str]:
+    """Parameters in bf16 whose fp32 weights, or those of fp32 parameters, are another parameter's."""
+    faults = []
+    with tiny.mesh_on((world_size, 1, 1, 1), rank, init_method) as mesh:
+        for name in ("adamw", "lion"):
+            groups = {"all": {"parameters": ["*"], "weight_decay": 0.0}}
+            engine = tiny.engine_in(mesh, optimizer={"name": name, "groups": groups}, precision="bf16", **MODEL)
+            assert len({parameter.dtype for _, parameter in tiny.named(engine)}) == 2
+            for step in range(2):
+                engine.forward_backward(tiny.step_batches(step, mesh))
+                engine.step(tiny.LR)
+            for key, parameter in tiny.named(engine):
+                owned: Any = engine.optimizer.owned(parameter)
+                if owned is not None:
+                    held = parameter.detach().view(-1)[owned.first : owned.last]
+                    if owned.weights.shape != held.shape or not owned.weights.to(held.dtype).equal(held):
+                        faults.append(f"{name}: {key}")
+    return faults
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_has_parameters_in_fp32_and_in_bf16(run_ranks: RunRanks, ranks: int) -> None:
+    assert run_ranks(mixed, ranks) == [[]] * ranks

@@ -29,13 +29,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ademamix": {"betas": [0.9, 0.98, 0.999], "slow_warmup_steps": 6, "alpha": 4.0},
     # Roundings of gradients, which layouts differ in, would decide those of bf16.
     "muon": {"newton_schulz_precision": "fp32"},
+    "schedulefree": {},
 }
 """Of each optimizer that lightscale computes itself."""
 
 
 def optimizer_of(name: str) -> dict[str, Any]:
-    # Averages are part of the state that layouts give each other.
-    return {"name": name, "weight_decay": DECAY, "grad_clip": CLIP, "ema": {"slow": 0.9}, **OPTIONS[name]}
+    # Averages are part of the state that layouts give each other; one optimizer is an average itself.
+    ema = {} if name == "schedulefree" else {"slow": 0.9}
+    return {"name": name, "weight_decay": DECAY, "grad_clip": CLIP, "ema": ema, **OPTIONS[name]}
 
 
 def lion(g: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
@@ -58,7 +60,7 @@ def ademamix(g: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
 
 
 PLAIN = {"lion": lion, "ademamix": ademamix}
-"""Of elements alone; Muon's are in test_muon.py."""
+"""Of elements alone; Muon's are in test_muon.py, those of averaged steps in test_schedulefree.py."""
 
 
 def decays(name: str) -> bool:
@@ -141,7 +143,7 @@ def _faults_on(axes: Any, rank: int, init_method: str, folder: Path) -> Iterator
             one = folder / f"{name}-one"
             if mesh.world_size == 1:
                 Saver(one, mesh).save(engine, step=2, common={}, facts={})
-                with pytest.raises(UserError, match=rf"its counter is {name}_steps, .* is adam_steps"):
+                with pytest.raises(UserError, match=rf"its counters are {name}_steps.*, .* are adam_steps"):
                     Checkpoints(one, mesh).restore(tiny.engine_in(mesh, **MODEL))
             # Of other weights, which the checkpoint replaces.
             resumed = engine if mesh.world_size == 1 else tiny.engine_in(mesh, seed=7, **options)
