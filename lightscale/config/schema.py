@@ -39,6 +39,7 @@ from lightscale.config.section import (
     Steps,
     StepsOrZero,
     TokenCount,
+    Width,
 )
 from lightscale.config.sinks import RECORD, sink_entry
 from lightscale.config.tasks import DEFAULT as DEFAULT_TASK
@@ -335,6 +336,21 @@ class TrainConfig(Section):
         return self
 
 
+class AdapterConfig(Section):
+    """[adapter]: low-rank matrices beside frozen linear maps, the only weights that the run trains and stores."""
+
+    name: Literal["lora", "dora"] = "lora"
+    """Weights in the place of a frozen W; lora: W + lora_alpha / r B A; dora: these with rows of learned norms."""
+    r: Width = 8
+    """Rank: rows of A and columns of B."""
+    lora_alpha: Positive = 8.0
+    """Scale of B A, times r."""
+    target_modules: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["*"], min_length=1, max_length=MOST_ENTRIES
+    )
+    """Patterns of the linear maps that get an adapter, such as ["*.mixer.q", "*.mlp.*"]; * is any text."""
+
+
 class CheckpointConfig(Section):
     """[checkpoint]: interval and retention of checkpoints."""
 
@@ -449,6 +465,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: SerializeAsAny[OptimizerConfig]
     train: TrainConfig
+    adapter: AdapterConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     guard: GuardConfig = GuardConfig()
@@ -498,6 +515,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_task()
+        self._check_adapter()
         self._check_grid()
         optimizer, steps = self.optimizer, self.total_steps
         schedule_of(optimizer).check_length(optimizer, steps)
@@ -587,6 +605,21 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.every_steps = {every} needs a model that predicts the next token, but "
                 f'task.name = "{name}"; set evaluation.every_steps to 0'
+            )
+
+    def _check_adapter(self) -> None:
+        """Raise ValueError where adapters have no frozen model, or where other weights would be trained."""
+        if self.adapter is None:
+            return
+        if self.train.init_from is None and self.train.branch_from is None:
+            raise ValueError(
+                "[adapter] trains matrices beside frozen weights, but no run has these; set train.init_from to "
+                "RUN@STEP, or remove [adapter]"
+            )
+        if getattr(self.task, "stage", None) == "layers":
+            raise ValueError(
+                'task.stage = "layers" trains whole mixers, and [adapter] keeps them frozen; remove [adapter], or use '
+                'task.stage = "logits"'
             )
 
     def _check_images(self) -> None:

@@ -222,7 +222,7 @@ class Engine:
         copies: dict[str, list[Tensor]] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
-                if getattr(parameter, "summed_over_stages", False):
+                if getattr(parameter, "summed_over_stages", False) and parameter.requires_grad:
                     copies.setdefault(name, []).append(parameter.main_grad)  # type: ignore[attr-defined]
         for gradients in copies.values():
             # Virtual stages have copies too. Names come in the order of the modules, the same on every stage, so all
@@ -432,6 +432,10 @@ class Engine:
         self.gather_weights()
         return list(optimizer_shards(self.chunks, self.optimizer, copies=True, state=not weights_only))
 
+    def frozen_shards(self) -> list[TensorShard]:
+        """The shards of frozen weights that this rank holds, to fill in place from the checkpoint that has them."""
+        return list(weight_shards(self.chunks, copies=True, frozen=True))
+
     @torch.no_grad()
     def finish_loading(self, counters: Mapping[str, int] | None) -> None:
         """Set the model to the optimizer's weights, as after a step; ``counters`` as from ``counters()``."""
@@ -461,5 +465,7 @@ class Engine:
                     dist.all_gather_into_tensor(flat, own, group=buffer.data_parallel_group)
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 gradient: Any = getattr(parameter, "main_grad")  # noqa: B009 - set by Megatron, unknown to the type
                 yield name, parameter, gradient

@@ -8,6 +8,7 @@ from torch import nn
 from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.models.language_model import LanguageModel, language_model_chunks, transformer_config
+from lightscale.models.layers.adapter import add_adapters
 from lightscale.parallel.engine import Engine, Teaching
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
@@ -34,7 +35,7 @@ def build_engine(
     teach: Teaching | None = None,
     trained_mixers: Collection[int] | None = None,
 ) -> Engine:
-    """The model of ``config`` with its initial weights, on ``mesh``.
+    """The model of ``config`` with its initial weights, on ``mesh``; those that adapters freeze are still to be read.
 
     Args:
         vocab_size: ids that the tokenizer uses; the rows of ``model.vocab_size`` beyond take no probability.
@@ -53,6 +54,8 @@ def build_engine(
         model, mesh, dtype, recompute=config.train.recompute, recompute_layers=config.train.recompute_layers
     )
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
+    if config.adapter is not None:
+        add_adapters(chunks, config.adapter)
     _draw(chunks, config.train.seed, mesh)
     if trained_mixers is not None:
         _hold_others(chunks, trained_mixers)

@@ -106,6 +106,8 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., width_in) -> (..., width_out)."""
+        if not self.weight.requires_grad:
+            return F.linear(x, self.weight)
         out: Tensor = tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce(
             x,
             self.weight,
