@@ -339,8 +339,10 @@ class TrainConfig(Section):
 class AdapterConfig(Section):
     """[adapter]: low-rank matrices beside frozen linear maps, the only weights that the run trains and stores."""
 
-    name: Literal["lora", "dora"] = "lora"
-    """Weights in the place of a frozen W; lora: W + lora_alpha / r B A; dora: these with rows of learned norms."""
+    name: Literal["lora", "dora"] | None = None
+    """Weights in the place of a frozen W; lora: W + lora_alpha / r B A; dora: these with rows of learned norms; none:
+    all weights are trained.
+    """
     r: Width = 8
     """Rank: rows of A and columns of B."""
     lora_alpha: Positive = 8.0
@@ -465,7 +467,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: SerializeAsAny[OptimizerConfig]
     train: TrainConfig
-    adapter: AdapterConfig | None = None
+    adapter: AdapterConfig = AdapterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     guard: GuardConfig = GuardConfig()
@@ -494,6 +496,11 @@ class RunConfig(Section):
     def own_steps(self) -> int:
         """Steps of the run itself, without those of its parent."""
         return self.total_steps - self.parent_steps
+
+    @property
+    def adapters(self) -> AdapterConfig | None:
+        """Section [adapter]; None: the run trains all weights."""
+        return None if self.adapter.name is None else self.adapter
 
     @property
     def teacher(self) -> str | None:
@@ -609,7 +616,10 @@ class RunConfig(Section):
 
     def _check_adapter(self) -> None:
         """Raise ValueError where adapters have no frozen model, or where other weights would be trained."""
-        if self.adapter is None:
+        if self.adapter.name is None:
+            for key in AdapterConfig.model_fields:
+                if getattr(self.adapter, key) != getattr(AdapterConfig(), key):
+                    raise ValueError(f'adapter.{key} has no effect without adapter.name; set it to "lora" or "dora"')
             return
         if self.train.init_from is None and self.train.branch_from is None:
             raise ValueError(

@@ -113,14 +113,14 @@ def adapted_maps(model: ModelConfig, adapter: AdapterConfig) -> list[LinearMap]:
 
 def check_adapter(config: RunConfig) -> None:
     """UserError for patterns that name no linear map, and for pipeline stages that would have nothing to train."""
-    if config.adapter is None:
+    if config.adapters is None:
         return
-    layers = {one.layer for one in adapted_maps(config.model, config.adapter)}
+    layers = {one.layer for one in adapted_maps(config.model, config.adapters)}
     stages = config.parallel.pipeline * config.parallel.virtual_stages
     for stage, held in enumerate(layer_stages(config.model.num_layers, stages)):
         if not layers & {*held}:
             raise UserError(
-                f"adapter.target_modules = {config.adapter.target_modules}: pipeline stage {stage}, layers "
+                f"adapter.target_modules = {config.adapters.target_modules}: pipeline stage {stage}, layers "
                 f"{held.start} to {held.stop - 1}, has no adapter and so nothing to train; add a map of these layers, "
                 "or use parallel.pipeline = 1"
             )
@@ -128,12 +128,12 @@ def check_adapter(config: RunConfig) -> None:
 
 def trained_shapes(config: RunConfig) -> Shapes:
     """Unsplit shape of every parameter that a run trains and stores, by its global name."""
-    if config.adapter is None:
+    if config.adapters is None:
         return parameter_shapes(config.model)
     return {
         name: shape
-        for one in adapted_maps(config.model, config.adapter)
-        for name, (shape, _) in one.parameters(config.adapter).items()
+        for one in adapted_maps(config.model, config.adapters)
+        for name, (shape, _) in one.parameters(config.adapters).items()
     }
 
 

@@ -391,6 +391,11 @@ class Engine:
         assert self.optimizer is not None, "this engine has no optimizer"
         self.optimizer.reset()
 
+    def take_weights(self) -> None:
+        """Let the optimizer add its steps to the model's weights as they are now."""
+        if self.optimizer is not None:
+            self.optimizer.copy_from_model()
+
     def parameter_parts(self) -> Iterator[ParameterPart]:
         """The weights that this rank's optimizer changes, between ``gradient_norm`` and the end of ``apply``.
 

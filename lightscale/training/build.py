@@ -54,8 +54,8 @@ def build_engine(
         model, mesh, dtype, recompute=config.train.recompute, recompute_layers=config.train.recompute_layers
     )
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
-    if config.adapter is not None:
-        add_adapters(chunks, config.adapter)
+    if config.adapters is not None:
+        add_adapters(chunks, config.adapters)
     _draw(chunks, config.train.seed, mesh)
     if trained_mixers is not None:
         _hold_others(chunks, trained_mixers)

@@ -224,6 +224,7 @@ class Trainer:
             engine=self.engine,
             largest=self._largest,
             only_finite=config.guard.enabled,
+            adapters=config.adapters is not None,
         )
         self.recovery = Recovery(
             config,
@@ -512,6 +513,7 @@ class Trainer:
                 "config": digest(self.config),
                 "attempt": self.directory.attempt,
                 "tokenizer": self.store.tokenizer.sha256,
+                **({} if self.recovery.base is None else {"base": self.recovery.base.fact()}),
             },
             contents=contents,
             # While steps are being skipped, a rollback may need the last checkpoint before them.
@@ -561,12 +563,16 @@ class Trainer:
     def _describe(self) -> None:
         """Log what this run is: size, precision, ranks, operators, data."""
         mesh, config = self.mesh, self.config
-        parameters = sum(parameter.numel() for chunk in self.engine.chunks for parameter in chunk.parameters())
+        held = [parameter for chunk in self.engine.chunks for parameter in chunk.parameters()]
+        parameters = sum(one.numel() for one in held)
+        trained = sum(one.numel() for one in held if one.requires_grad)
         dtype = str(weight_dtype(config.train, mesh.device)).removeprefix("torch.")
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.axes.items())
         self.journal.say(
             f"{parameters:,} parameters on this rank, {dtype} on {_device_name(mesh.device)}; ranks: {axes}"
         )
+        if trained < parameters:
+            self.journal.say(f"adapters: {trained:,} of them are trained, {trained / parameters:.2%}")
         self.journal.say(describe_fused_kernels())
         if mesh.device.type == "cuda":
             self.journal.say(describe_device_settings(os.environ))

@@ -242,12 +242,13 @@ def _adapted(block: nn.Module, layer: nn.Module, maps: Sequence[LinearMap], adap
     # Of GatedLinearUnit, Mixer.
     group: dist.ProcessGroup = module.tp_group if ".mlp." in maps[0].name else module.group
     if not hasattr(module, ADAPTERS):
-        module.add_module(ADAPTERS, nn.ModuleDict())
+        # Of Megatron's kind, which describes its parts for checkpoints.
+        module.add_module(ADAPTERS, MegatronModule(config))
     held = getattr(module, ADAPTERS)
     parts = []
     for one in maps:
         own = LowRank(config, one, adapter, group)
-        held[one.name.rpartition(".")[2]] = own
+        held.add_module(one.name.rpartition(".")[2], own)
         parts.append((own, _own_rows(one, weight, group)))
     return AdaptedLayer(
         layer, parts, scale=adapter.lora_alpha / adapter.r, split=maps[0].split, config=config, group=group

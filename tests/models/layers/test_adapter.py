@@ -154,7 +154,8 @@ def test_every_mixer_on_every_axis(run_ranks: RunRanks, tmp_path: Path) -> None:
         1: [f"{kind}: {name}" for name in names for kind in ("lora", "dora")],
         4: [
             *[f"dora: {name} tensor=2 sequence=2" for name in names],
-            *["some: tnl tensor=2 pipeline=2 recompute=selective", "lora: gated-delta-net pipeline=2 virtual_stages=2"],
+            *["some: tnl tensor=2 pipeline=2 recompute=selective"],
+            *["lora: kimi-delta tensor=2 pipeline=2 virtual_stages=2"],
             *["queries: lightnet sequence=2 recompute=full", "queries: hybrid sequence=4", "queries: tnl pipeline=2"],
         ],
     }
