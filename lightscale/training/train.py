@@ -289,7 +289,7 @@ class Trainer:
         """Train from the current step to the last."""
         config, total = self.config, self.config.total_steps
         length, teacher, peak = config.data.sequence_length, teacher_model(config), self._peak_flops()
-        flops = training_flops_per_token(config.model, length, teacher=teacher)
+        flops = training_flops_per_token(config.model, length, teacher=teacher, adapter=config.adapters)
         with (
             MetricsLogger(
                 self._open_sinks(),

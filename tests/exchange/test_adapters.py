@@ -43,7 +43,7 @@ global_batch_size = 4
 KINDS = {
     "lora": ["adapter.name=lora", "adapter.r=3"],
     # Of some rows of a matrix alone.
-    "dora": ["adapter.name=dora", "adapter.r=2", "adapter.target_modules=['*.q', '*.a', '*.v', '*.mlp.up', '*.down']"],
+    "dora": ["adapter.name=dora", "adapter.r=2", "adapter.target_modules=['*.q', '*.v', '*.mlp.up', '*.down']"],
 }
 TEXT = "the sum of 3 and 4 is 7."
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightscale.config.schema import AdapterConfig
-from lightscale.models.adapters import LinearMap, adapted_maps
+from lightscale.models.adapters import LinearMap, adapted_maps, rank_adapter_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.models.layers.adapter import add_adapters, merge_adapters
 from lightscale.parallel.engine import Engine
-from lightscale.parallel.initialization import draw_weights
+from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.optimizer.adamw import AdamW
 
@@ -113,6 +113,12 @@ def compare(rank: int, world_size: int, init_method: str, path: str, cases: list
 def errors_of(mesh: Mesh, case: Any, kind: str, recorded: tuple[Any, ...]) -> dict[str, float]:
     frozen, expected, loss, logits = recorded
     engine = adapted_engine(mesh, case, kind)
+    stages = rank_adapter_parameters(
+        parity.MODELS[case.model], KINDS[kind], tensor=mesh.tensor, pipeline=mesh.pipeline * mesh.virtual_stages
+    )
+    for number, chunk in enumerate(engine.chunks):
+        trained = {name: one.numel() for name, one in named_parameters(chunk) if one.requires_grad}
+        assert trained == stages[number * mesh.pipeline + mesh.groups.pp.rank()], "as the planner counts them"
     parity.set_weights(engine, {**frozen, **{name: value for name, (value, _) in expected.items()}})
     with parity.kept_logits(engine) as own:
         sums = engine.forward_backward(parity.step_batches(0, mesh, case))
