@@ -57,7 +57,7 @@ class TaskConfig(Section):
 
     name: str = DEFAULT_TASK
     """Target of the prediction; causal: next token; masked: hidden tokens; classify, classify-image: labels; distill: a
-    teacher's; sft: counted tokens of conversations.
+    teacher's; sft: counted tokens of conversations; preference: chosen answers.
     """
 
 
@@ -503,6 +503,16 @@ class RunConfig(Section):
         return None if self.adapter.name is None else self.adapter
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the frozen one that it begins from."""
+        return getattr(self.task, "has_reference", False)
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the checkpoint of train.init_from is read at every start: beside adapters, or as a reference."""
+        return self.adapters is not None or self.has_reference
+
+    @property
     def teacher(self) -> str | None:
         """RUN@STEP of the frozen model that the run learns from; None: it learns from the labels alone."""
         return getattr(self.task, "teacher", None)
@@ -582,7 +592,8 @@ class RunConfig(Section):
                 f'model.head predicts labels of documents, but task.name = "{name}" predicts tokens; remove the table, '
                 'or use task.name = "classify"'
             )
-        if self.train.z_loss_multiplier and (task.predicts_labels or self.teacher is not None):
+        compares = task.compares_answers
+        if self.train.z_loss_multiplier and (task.predicts_labels or self.teacher is not None or compares):
             raise ValueError(
                 f"train.z_loss_multiplier = {self.train.z_loss_multiplier} is for tasks that learn tokens from labels; "
                 f'with task.name = "{name}" set it to 0'
@@ -615,7 +626,12 @@ class RunConfig(Section):
             )
 
     def _check_adapter(self) -> None:
-        """Raise ValueError where adapters have no frozen model, or where other weights would be trained."""
+        """Raise ValueError where adapters or a reference have no frozen model, or other weights would be trained."""
+        if self.has_reference and self.train.init_from is None and self.train.branch_from is None:
+            raise ValueError(
+                f'task.name = "{self.task.name}" compares the model with the one that it begins from; set '
+                'train.init_from to RUN@STEP, or use task.loss = "simpo"'
+            )
         if self.adapter.name is None:
             for key in AdapterConfig.model_fields:
                 if getattr(self.adapter, key) != getattr(AdapterConfig(), key):

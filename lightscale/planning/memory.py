@@ -41,7 +41,7 @@ class RankMemory:
     """Bytes during the backward pass of a block: recomputed activations and gradients, minus the memory that later
     blocks have released; of the block with the most."""
     teacher_bytes: int = 0
-    """Bytes of a frozen teacher: its weights and its answers."""
+    """Bytes of a frozen teacher, its weights and its answers; or of a reference, its weights."""
 
     @property
     def total_bytes(self) -> int:
@@ -79,6 +79,7 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         "of the GLU's two halves and of the residual stream, or what attention across ranks holds; and those of the "
         "output layer. It follows the loss: the larger of the two counts",
         *([_TEACHER] if config.teacher is not None else []),
+        *([_REFERENCE] if config.has_reference else []),
         *([_ADAPTERS] if config.adapters is not None else []),
         "not counted: fp32 intermediates within a layer, other communication buffers, fragmentation of the allocator",
     ]
@@ -91,6 +92,10 @@ _MATRICES = (
 _TEACHER = (
     "teacher: its weights; the inputs and outputs of all its mixers, or its last hidden states twice, with a chunk of "
     "logits and five fp32 values per logit"
+)
+_REFERENCE = (
+    "reference: a further forward pass of all micro-batches before each step, and without adapters a second copy of "
+    "the weights, split over the same ranks"
 )
 _ADAPTERS = (
     "adapters: gradients, fp32 weights and optimizer state of these alone; the frozen weights in the precision of the "
@@ -166,7 +171,8 @@ def stage_memory(
         logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,
         block_bytes=tokens * _block_bytes(held, ways, again, layout, recompute, size) // layout.tensor
         + (_output_rows(work, layout.tensor) * work.model.hidden_size * size if held.last and not work.adapter else 0),
-        teacher_bytes=_teacher_bytes(config, layout, tokens, size),
+        teacher_bytes=_teacher_bytes(config, layout, tokens, size)
+        + (size * sum(held.held.values()) if config.has_reference and config.adapters is None else 0),
     )
 
 

@@ -28,7 +28,7 @@ from lightscale.planning.hardware import Hardware
 from lightscale.planning.memory import RankMemory, stage_memory, weight_bytes
 from lightscale.planning.prediction import Prediction, Times
 from lightscale.planning.workload import LayerWork, StageWork, Workload
-from lightscale.runs.teacher import teacher_model
+from lightscale.runs.teacher import asked_model, teacher_model
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
@@ -79,7 +79,7 @@ class CostModel:
     @cached_property
     def _flops_per_token(self) -> float:
         return training_flops_per_token(
-            self.config.model, self.work.sequence_length, teacher=self._teacher, adapter=self.config.adapters
+            self.config.model, self.work.sequence_length, teacher=asked_model(self.config), adapter=self.config.adapters
         )
 
     @cached_property
@@ -163,9 +163,8 @@ class CostModel:
         # stage, which waits besides while the first micro-batch comes through the others and the last gradient goes
         # back through them.
         slowest = busy.index(max(busy))
-        work = (
-            passes[slowest][0] + passes[slowest][1] + self._teacher_times(layout, attention)
-        ) * layout.num_microbatches
+        asked = passes[slowest][0] if self.config.has_reference else self._teacher_times(layout, attention)
+        work = (passes[slowest][0] + passes[slowest][1] + asked) * layout.num_microbatches
         data = [
             cost.data(stage, forward.busy_s, backward.busy_s)
             for stage, (forward, backward) in zip(stages, passes, strict=True)

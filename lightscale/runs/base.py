@@ -1,4 +1,4 @@
-"""The frozen model that a run's adapters stand beside (``train.init_from``), by configurations; without torch."""
+"""The frozen model of a run, beside adapters or as a reference (``train.init_from``); without torch."""
 
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
@@ -7,7 +7,7 @@ from lightscale.runs.run_directory import RunDirectory
 
 
 def base_run(config: RunConfig) -> tuple[RunDirectory, int]:
-    """The directory and the step of the frozen model of ``config``, which has adapters; a branch has its parent's.
+    """The directory and the step of the frozen model of ``config``, which has one; a branch has its parent's.
 
     Raises UserError if the parent of a branch has no valid configuration.
     """

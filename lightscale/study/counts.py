@@ -8,7 +8,7 @@ from lightscale.models.accounting import EMBEDDING, parameter_terms
 from lightscale.models.adapters import trained_shapes
 from lightscale.models.flops import training_flops_per_token
 from lightscale.planning.published import study_parameters, study_training_flops
-from lightscale.runs.teacher import teacher_model
+from lightscale.runs.teacher import asked_model
 from lightscale.study.fits.curves import PFLOP_DAY
 from lightscale.training.optimizer.registry import optimizer_spec
 
@@ -66,7 +66,7 @@ def count(config: RunConfig) -> CellCounts:
         parameters=sum(terms.values()),
         embedding=embedding,
         paper_parameters=study_parameters(model),
-        flops_per_token=training_flops_per_token(model, length, teacher=teacher_model(config), adapter=config.adapters),
+        flops_per_token=training_flops_per_token(model, length, teacher=asked_model(config), adapter=config.adapters),
         paper_flops_per_token=None if paper_flops is None else paper_flops / length,
         tokens_per_step=config.tokens_per_step,
         steps=config.total_steps,

@@ -1,4 +1,4 @@
-"""The frozen weights of a run with adapters: read at every start, and recorded in its checkpoints."""
+"""The frozen weights of a run, beside adapters or of a reference: read at every start, recorded in its checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ class Base:
         if recorded is None or recorded["manifest"] != self.manifest:
             there = "none" if recorded is None else f"{recorded['checkpoint']} ({recorded['manifest'][:16]}…)"
             raise UserError(
-                f"{path} is an adapter of another base: {there}, and train.init_from names {self.checkpoint} "
+                f"{path} was trained beside another base: {there}, and train.init_from names {self.checkpoint} "
                 f"({self.manifest[:16]}…); restore the checkpoint that it was trained beside"
             )
 
 
 def read_base(config: RunConfig, engine: Engine) -> tuple[Base, Restored]:
-    """Read the frozen weights of ``engine``, whose ``config`` has adapters; collective over its ranks.
+    """Read the frozen weights of ``engine``, or all of an engine that is only a reference; collective over its ranks.
 
     UserError if the checkpoint is missing or damaged, or is of another model.
     """
@@ -50,7 +50,7 @@ def read_base(config: RunConfig, engine: Engine) -> tuple[Base, Restored]:
     ranks = Agreement(engine.mesh.control)
     try:
         restored = Checkpoints(directory.checkpoints, engine.mesh, parts=["data"]).restore(
-            engine, step=step, weights_only=True, frozen=True
+            engine, step=step, weights_only=True, frozen=config.adapters is not None
         )
         assert restored is not None, "the checkpoint is missing"
         manifest = ranks.on_first(lambda: hash_file(restored.path / MANIFEST).xxh3_128)
@@ -60,8 +60,8 @@ def read_base(config: RunConfig, engine: Engine) -> tuple[Base, Restored]:
 
 
 def check_base(config: RunConfig) -> None:
-    """UserError for adapters that ``config`` cannot have, or whose frozen model is missing; reads no weights."""
-    if config.adapters is None:
+    """UserError for adapters that ``config`` cannot have, or where the frozen model is missing; reads no weights."""
+    if not config.has_base:
         return
     check_adapter(config)
     directory, step = base_run(config)
@@ -69,8 +69,7 @@ def check_base(config: RunConfig) -> None:
         checkpoints_of_step(directory.checkpoints, step)
         if config.train.init_from is not None and kept_weights(config)[0] is not None:
             raise UserError(
-                "its model differs from [model] of this run, and [adapter] draws no weights of the model again; use "
-                "its [model]"
+                "its model differs from [model] of this run, and frozen weights are not drawn again; use its [model]"
             )
     except UserError as error:
         raise UserError(f'train.init_from = "{directory.path}@{step}": {error}') from None

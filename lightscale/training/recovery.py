@@ -106,6 +106,7 @@ class Recovery:
         loader, guard: reset by a rollback to step 0, beside the engine.
         state: all parts that a checkpoint holds, by name; ``loader`` and ``guard`` are among them.
         allow: changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``.
+        reference: frozen model to read from ``train.init_from``; None: that is ``engine``'s own, or there is none.
     """
 
     def __init__(
@@ -119,9 +120,11 @@ class Recovery:
         guard: Guard,
         state: Mapping[str, Stateful],
         allow: Collection[str],
+        reference: Engine | None = None,
     ) -> None:
         self._config, self._directory, self._journal = config, directory, journal
         self._engine, self._loader, self._guard, self._state, self._allow = engine, loader, guard, state, allow
+        self._reference = reference
         self._ranks = Agreement(engine.mesh.control)
         self.base: Base | None = None
         """The frozen weights beside adapters, read by ``resume``; None: the whole model is trained."""
@@ -144,7 +147,7 @@ class Recovery:
 
         Returns the steps done.
         """
-        beside = None if self._config.adapters is None else self._read_base()
+        beside = self._read_base() if self._config.has_base else None
         restored = self._checkpoints.restore(self._engine, allow=self._allow)
         if restored is None:
             self._check_none_is_lost()
@@ -153,7 +156,7 @@ class Recovery:
             if self.base is not None:
                 self.base.check(restored.path, restored.base)
             self._load(restored)
-        elif beside is None:
+        elif beside is None or self._config.adapters is None:
             self._start_from_weights()
         else:
             begin_adapters(self._engine.chunks)
@@ -307,7 +310,7 @@ class Recovery:
 
     def _read_base(self) -> dict[str, Any]:
         """Read the frozen weights; the record of them, which is that of the run's first start."""
-        self.base, restored = read_base(self._config, self._engine)
+        self.base, restored = read_base(self._config, self._reference or self._engine)
         self._check_tokenizer(restored)
         if self._config.train.init_from is not None:
             self._check_same_start(restored, "init_from", "init_from")

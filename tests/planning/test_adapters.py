@@ -38,6 +38,19 @@ def test_frozen_weights_have_neither_gradients_nor_fp32_copies(kind: str, bytes_
     assert memory.logits_bytes < whole.memory.logits_bytes
 
 
+def test_a_reference_is_a_copy_of_the_weights_and_a_forward_pass() -> None:
+    task = ["task.name=preference", "data.packing=whole", OPTIONS[0]]
+    _, plain = planned("task.name=sft", "data.packing=whole")
+    config, compared = planned(*task)
+    assert compared.memory.teacher_bytes == plain.memory.weights_bytes
+    forward = forward_flops_per_token(config.model, config.data.sequence_length)
+    assert compared.mfu_flops - plain.mfu_flops == pytest.approx(forward * config.tokens_per_step)
+    _, alone = planned(*task, "task.loss=simpo")
+    _, adapted = planned(*task, "adapter.name=lora", OPTIONS[1])
+    assert alone.memory.teacher_bytes == adapted.memory.teacher_bytes == 0
+    assert alone.mfu_flops == plain.mfu_flops
+
+
 def test_products_of_frozen_gradients_are_no_operations() -> None:
     config, _ = planned(*OPTIONS, "adapter.name=dora")
     model, length = config.model, config.data.sequence_length

@@ -13,6 +13,7 @@ and B of split columns, see the tokens of their own rank alone, so that what ten
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ class AdaptedLayer:
         self.is_whole = len(parts) == 1 and torch.equal(rows, torch.arange(weight.size(0)))
         self.has_norms = "lora_magnitude_vector" in dict(self.adapters[0].named_parameters())
         self.hook = layer.register_forward_hook(self)
+        self.is_off = False
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """A (R, columns) and B (rows, R) of all maps together, R the sum of their ranks."""
@@ -152,6 +154,8 @@ class AdaptedLayer:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """x: (n / tensor or n, b, columns), the layer's input; see ``register_forward_hook``."""
+        if self.is_off:
+            return output
         # Megatron's layers give a pair, the second part of which is a bias that is not added.
         y, *rest = output if isinstance(output, tuple) else (output,)
         a, b = self._matrices()
@@ -272,18 +276,32 @@ def _own_rows(linear: LinearMap, weight: Any, group: dist.ProcessGroup) -> Tenso
     return found.to(weight.device)
 
 
-def begin_adapters(chunks: Iterable[LanguageModel]) -> None:
+@contextmanager
+def without_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, the models compute what they do without adapters."""
+    layers = list(_adapted_layers(chunks))
+    for one in layers:
+        one.is_off = True
+    try:
+        yield
+    finally:
+        for one in layers:
+            one.is_off = False
+
+
+def begin_adapters(chunks: Iterable[nn.Module]) -> None:
     """Let the adapters begin at the frozen weights, which have been read; collective over the tensor ranks."""
     for one in _adapted_layers(chunks):
         one.begin()
 
 
-def merge_adapters(chunks: Iterable[LanguageModel]) -> None:
+def merge_adapters(chunks: Iterable[nn.Module]) -> None:
     """Put the adapters into the weights; collective over the tensor ranks. The models then need no hooks."""
     for one in _adapted_layers(chunks):
         one.merge()
 
 
-def _adapted_layers(chunks: Iterable[LanguageModel]) -> Iterator[AdaptedLayer]:
+def _adapted_layers(chunks: Iterable[nn.Module]) -> Iterator[AdaptedLayer]:
     for chunk in chunks:
+        assert isinstance(chunk, LanguageModel)
         yield from chunk.adapted
