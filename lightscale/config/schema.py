@@ -39,6 +39,7 @@ from lightscale.config.section import (
     Steps,
     StepsOrZero,
     TokenCount,
+    Width,
 )
 from lightscale.config.sinks import RECORD, sink_entry
 from lightscale.config.tasks import DEFAULT as DEFAULT_TASK
@@ -56,7 +57,7 @@ class TaskConfig(Section):
 
     name: str = DEFAULT_TASK
     """Target of the prediction; causal: next token; masked: hidden tokens; classify, classify-image: labels; distill: a
-    teacher's; sft: counted tokens of conversations.
+    teacher's; sft: counted tokens of conversations; preference: chosen answers.
     """
 
 
@@ -338,6 +339,23 @@ class TrainConfig(Section):
         return self
 
 
+class AdapterConfig(Section):
+    """[adapter]: low-rank matrices beside frozen linear maps, the only weights that the run trains and stores."""
+
+    name: Literal["lora", "dora"] | None = None
+    """Weights in the place of a frozen W; lora: W + lora_alpha / r B A; dora: these with rows of learned norms; none:
+    all weights are trained.
+    """
+    r: Width = 8
+    """Rank: rows of A and columns of B."""
+    lora_alpha: Positive = 8.0
+    """Scale of B A, times r."""
+    target_modules: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["*"], min_length=1, max_length=MOST_ENTRIES
+    )
+    """Patterns of the linear maps that get an adapter, such as ["*.mixer.q", "*.mlp.*"]; * is any text."""
+
+
 class CheckpointConfig(Section):
     """[checkpoint]: interval and retention of checkpoints."""
 
@@ -455,6 +473,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: SerializeAsAny[OptimizerConfig]
     train: TrainConfig
+    adapter: AdapterConfig = AdapterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     guard: GuardConfig = GuardConfig()
@@ -485,6 +504,21 @@ class RunConfig(Section):
         return self.total_steps - self.parent_steps
 
     @property
+    def adapters(self) -> AdapterConfig | None:
+        """Section [adapter]; None: the run trains all weights."""
+        return None if self.adapter.name is None else self.adapter
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with the frozen one that it begins from."""
+        return getattr(self.task, "has_reference", False)
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the checkpoint of train.init_from is read at every start: beside adapters, or as a reference."""
+        return self.adapters is not None or self.has_reference
+
+    @property
     def teacher(self) -> str | None:
         """RUN@STEP of the frozen model that the run learns from; None: it learns from the labels alone."""
         return getattr(self.task, "teacher", None)
@@ -504,6 +538,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_task()
+        self._check_adapter()
         self._check_grid()
         optimizer, steps = self.optimizer, self.total_steps
         schedule_of(optimizer).check_length(optimizer, steps)
@@ -563,7 +598,8 @@ class RunConfig(Section):
                 f'model.head predicts labels of documents, but task.name = "{name}" predicts tokens; remove the table, '
                 'or use task.name = "classify"'
             )
-        if self.train.z_loss_multiplier and (task.predicts_labels or self.teacher is not None):
+        compares = task.compares_answers
+        if self.train.z_loss_multiplier and (task.predicts_labels or self.teacher is not None or compares):
             raise ValueError(
                 f"train.z_loss_multiplier = {self.train.z_loss_multiplier} is for tasks that learn tokens from labels; "
                 f'with task.name = "{name}" set it to 0'
@@ -593,6 +629,29 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.every_steps = {every} needs a model that predicts the next token, but "
                 f'task.name = "{name}"; set evaluation.every_steps to 0'
+            )
+
+    def _check_adapter(self) -> None:
+        """Raise ValueError where adapters or a reference have no frozen model, or other weights would be trained."""
+        if self.has_reference and self.train.init_from is None and self.train.branch_from is None:
+            raise ValueError(
+                f'task.name = "{self.task.name}" compares the model with the one that it begins from; set '
+                'train.init_from to RUN@STEP, or use task.loss = "simpo"'
+            )
+        if self.adapter.name is None:
+            for key in AdapterConfig.model_fields:
+                if getattr(self.adapter, key) != getattr(AdapterConfig(), key):
+                    raise ValueError(f'adapter.{key} has no effect without adapter.name; set it to "lora" or "dora"')
+            return
+        if self.train.init_from is None and self.train.branch_from is None:
+            raise ValueError(
+                "[adapter] trains matrices beside frozen weights, but no run has these; set train.init_from to "
+                "RUN@STEP, or remove [adapter]"
+            )
+        if getattr(self.task, "stage", None) == "layers":
+            raise ValueError(
+                'task.stage = "layers" trains whole mixers, and [adapter] keeps them frozen; remove [adapter], or use '
+                'task.stage = "logits"'
             )
 
     def _check_images(self) -> None:

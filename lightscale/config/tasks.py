@@ -16,6 +16,7 @@ TASKS = {
     "classify-image": "lightscale.tasks.classify_image:ClassifyImage",
     "distill": "lightscale.tasks.distill:Distill",
     "sft": "lightscale.tasks.sft:SFT",
+    "preference": "lightscale.tasks.preference:Preference",
 }
 """Name to "module:class", a subclass of ``lightscale.tasks.interface.TrainingTask``, in a module without torch."""
 

@@ -13,8 +13,10 @@ from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run
 from lightscale.models.language_model import LanguageModel
+from lightscale.models.layers.adapter import merge_adapters
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.rendezvous.rank_store import open_store
+from lightscale.training.base import read_base
 from lightscale.training.build import build_engine
 from lightscale.training.checkpoints.restore import Checkpoints, Restored
 
@@ -87,11 +89,18 @@ def mesh_of(config: RunConfig) -> Iterator[Mesh]:
 
 
 def restore(chosen: ChosenRun, mesh: Mesh) -> LoadedModel:
-    """The part of the model of ``chosen`` that this rank of ``mesh`` holds; collective over all its ranks."""
+    """The part of the model of ``chosen`` that this rank of ``mesh`` holds; collective over all its ranks.
+
+    Adapters are merged.
+    """
     engine = build_engine(chosen.config, mesh, vocab_size=chosen.tokenizer.vocab_size, trainable=False)
+    base = None if chosen.config.adapters is None else read_base(chosen.config, engine)[0]
     checkpoints = Checkpoints(chosen.directory.checkpoints, mesh, parts=["data"])
     restored = checkpoints.restore(engine, step=chosen.step, weights_only=True)
     assert restored is not None, "there were checkpoints a moment ago"
+    if base is not None:
+        base.check(restored.path, restored.base)
+        merge_adapters(engine.chunks)
     _check_tokenizer(chosen, restored)
     model = engine.module.eval()
     assert isinstance(model, LanguageModel)

@@ -111,6 +111,11 @@ def _opened(chosen: ChosenRun, ema: str | None) -> _Source:
 def _check_equal(chosen: Sequence[ChosenRun]) -> None:
     """All are of one model and one tokenizer: the mean of others is no model."""
     first, *others = chosen
+    for run in chosen:
+        if run.config.adapters is not None:
+            raise UserError(
+                f"{run.directory.path} has adapters: the means of A and B are no mean of B A; export it with --merge"
+            )
     for run in others:
         if run.config.model != first.config.model:
             raise UserError(f"{run.directory.path} is of another model than {first.directory.path} ([model])")

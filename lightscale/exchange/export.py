@@ -9,6 +9,9 @@ DIR/model-….safetensors, model.safetensors.index.json   the weights, straight 
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
     README.md                                           the model card
     XXH128SUMS                                          the hash of each file but the model card
+
+Adapters are put into the weights, or are a directory of PEFT's: adapter_model.safetensors and adapter_config.json, with
+tokenizer, chat template and XXH128SUMS.
 """
 
 import json
@@ -17,21 +20,22 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lightscale.config.files import to_toml
+from lightscale.config.schema import AdapterConfig
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
-from lightscale.exchange import model_card
+from lightscale.exchange import model_card, peft_format
 from lightscale.exchange.chat.markup import Markup
 from lightscale.exchange.export_reader import TOKENIZER
 from lightscale.exchange.files import export_config
 from lightscale.exchange.files.chat_template import write_chat_template
 from lightscale.exchange.files.checksums import write_checksums
-from lightscale.exchange.files.safetensors_files import write_shards
+from lightscale.exchange.files.safetensors_files import write_file, write_shards
 from lightscale.exchange.files.tokenizer_files import write_tokenizer
 from lightscale.exchange.files.weights import run_shape
 from lightscale.exchange.formats import FORMATS, ExportFormat, format_named
@@ -75,10 +79,16 @@ def export(
     dtype: str = "bf16",
     shard_bytes: int = 5_000_000_000,
     format_name: str = next(iter(FORMATS)),
+    adapters: Literal["merge", "alone"] = "merge",
+    base: str | None = None,
 ) -> Exported:
     """Write the chosen checkpoint to the new directory ``target``, in the number format ``dtype``.
 
     Memory does not grow with the model: tensors pass from file to file some rows at a time.
+
+    Args:
+        adapters: of a run that trained these, whether they are put into the weights, or are all that is written.
+        base: path or name of the exported base, for the configuration of ``adapters`` alone.
 
     Raises:
         UserError: something is at ``target``; no checkpoint is whole; a mixer or tokenizer that cannot be exported, or
@@ -88,6 +98,8 @@ def export(
     wanted = format_named(format_name)
     wanted.check(run_shape(chosen.config, num_ids=chosen.tokenizer.vocab_size))
     run = open_run(chosen)
+    if adapters == "alone":
+        return _export_adapters(run, target, _DTYPES[dtype], base)
     tensors = wanted.tensors(run, _DTYPES[dtype])
     num_parameters, num_bytes = sum(math.prod(one.shape) for one in tensors), sum(one.num_bytes for one in tensors)
     check_space(target, num_bytes, shard_bytes)
@@ -105,6 +117,26 @@ def export(
         num_parameters=num_parameters,
         num_bytes=num_bytes,
         files=tuple(files),
+        refused=run.refused,
+        notes=notes,
+    )
+
+
+def _export_adapters(run: TrainedRun, target: Path, dtype: torch.dtype, base: str | None) -> Exported:
+    text, tensors = peft_format.peft_adapter(run, dtype, base)
+    num_bytes = sum(one.num_bytes for one in tensors)
+    check_space(target, num_bytes, num_bytes)
+    with whole_directory(target, others_are_equal=False) as draft:
+        notes = _write_tokenizer(draft, run)
+        (draft / peft_format.CONFIG).write_text(text, encoding="utf-8")
+        write_file(draft / peft_format.TENSORS, tensors)
+        write_checksums(draft)
+    return Exported(
+        directory=target,
+        checkpoint=run.origin,
+        num_parameters=sum(math.prod(one.shape) for one in tensors),
+        num_bytes=num_bytes,
+        files=(peft_format.CONFIG, peft_format.TENSORS),
         refused=run.refused,
         notes=notes,
     )
@@ -149,7 +181,8 @@ def _texts(run: TrainedRun, wanted: ExportFormat, *, num_parameters: int, dtype:
     return {
         export_config.NAME: _json(settings),
         **({"generation_config.json": _json(_generation(settings, run))} if shape.task == "causal" else {}),
-        RUN_CONFIG: to_toml(config),
+        # The exported model is whole.
+        RUN_CONFIG: to_toml(config.model_copy(update={"adapter": AdapterConfig()})),
         model_card.NAME: model_card.model_card(run, num_parameters=num_parameters, dtype=numbers, usage=usage),
         **wanted.code(shape),
     }

@@ -6,8 +6,8 @@ import sys
 import time
 
 from lightscale.config.arguments import path_argument, run_path
-from lightscale.errors import shortened
-from lightscale.evaluation.chosen_run import choose_run
+from lightscale.errors import UserError, shortened
+from lightscale.evaluation.chosen_run import ChosenRun, choose_run
 from lightscale.exchange.formats import FORMATS
 from lightscale.files import size_text
 from lightscale.runs.run_directory import split_step
@@ -28,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=tuple(FORMATS), default=default, help=formats)
     dtypes = "number format of the weights (default: %(default)s); angles, decays and bounds stay fp32"
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help=dtypes)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--merge", action="store_true", help="put adapters into the weights, and export the whole model")
+    how.add_argument("--adapter", action="store_true", help="export adapters alone, as files of PEFT")
+    add("--base", metavar="NAME", help="path or name of the base's export, for --adapter (default: unset)")
     add(
         "--shard-size",
         type=size,
@@ -46,15 +50,38 @@ def size(given: str) -> int:
     return found
 
 
+def _check_adapters(args: argparse.Namespace, chosen: ChosenRun) -> None:
+    """UserError unless the options say what becomes of adapters, and where they say it without any."""
+    path = chosen.directory.path
+    if chosen.config.adapters is None:
+        if args.merge or args.adapter:
+            raise UserError(f"--{'merge' if args.merge else 'adapter'}: {path} has no [adapter]; remove this option")
+    elif not (args.merge or args.adapter):
+        raise UserError(f"{path} has adapters; use --adapter for PEFT's files, or --merge for the whole model")
+    if args.adapter and args.format != "transformers":
+        raise UserError(f"--adapter: PEFT's files are for --format transformers, not {args.format}; use --merge")
+    if args.base is not None and not args.adapter:
+        raise UserError(f"--base {args.base}: only the files of --adapter name their base; remove --base")
+
+
 def run(args: argparse.Namespace) -> int:
     """Write the export, and print size and time on stderr."""
     name, step = split_step(args.run)
     chosen = choose_run(run_path(name), step=step, any_task=True)
+    _check_adapters(args, chosen)
     # Behind the arguments, as it imports torch.
     from lightscale.exchange.export import export  # noqa: PLC0415
 
     began = time.perf_counter()
-    done = export(chosen, args.to, dtype=args.dtype, shard_bytes=args.shard_size, format_name=args.format)
+    done = export(
+        chosen,
+        args.to,
+        dtype=args.dtype,
+        shard_bytes=args.shard_size,
+        format_name=args.format,
+        adapters="alone" if args.adapter else "merge",
+        base=args.base,
+    )
     for reason in done.refused:
         print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)
     for note in done.notes:

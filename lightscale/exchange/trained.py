@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightscale.config.schema import AdapterConfig, RunConfig
 from lightscale.data_pipeline.chat.prepared import Chat
 from lightscale.data_pipeline.chat.recorded import kept_template
 from lightscale.data_pipeline.tokenizers import Tokenizer
@@ -14,11 +15,15 @@ from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, longest_context
 from lightscale.evaluation.prediction.request import class_names
 from lightscale.exchange.files.chat_template import has_markup
+from lightscale.exchange.files.merged_tensors import MergedTensors
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, exported_tensors, run_shape, tensor_shapes
 from lightscale.exchange.plain.model import Shape
-from lightscale.training.checkpoints.directories import CheckpointName, list_checkpoints
-from lightscale.training.checkpoints.manifest import Manifest
+from lightscale.models.adapters import adapted_maps
+from lightscale.runs.base import base_run
+from lightscale.training.checkpoints.directories import CheckpointName, checkpoints_of_step, list_checkpoints
+from lightscale.training.checkpoints.manifest import NAME as MANIFEST
+from lightscale.training.checkpoints.manifest import Manifest, hash_file
 from lightscale.training.checkpoints.reader import read_headers, read_state, verify
 from lightscale.training.checkpoints.reading import DamagedCheckpoint
 
@@ -130,6 +135,8 @@ def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tupl
             f"from the tokenizer of {path} (sha256 {expected[:16]}…)"
         )
     tensors = StoredTensors(path, read_headers(path, manifest))
+    if chosen.config.adapters is not None:
+        tensors = _merged(chosen.config, chosen.config.adapters, tensors, manifest)
     rows = exported_tensors(chosen.config.model, vocab_size=shape.vocab_size)
     tensors.check(rows, tensor_shapes(shape))
     return TrainedRun(
@@ -142,3 +149,33 @@ def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tupl
         rows=rows,
         refused=refused,
     )
+
+
+def _merged(config: RunConfig, adapter: AdapterConfig, adapters: StoredTensors, manifest: Manifest) -> MergedTensors:
+    """The frozen weights of a run's ``adapters``, which are put into them as they are read.
+
+    UserError unless the checkpoint that ``manifest`` names is there and whole.
+    """
+    directory, step = base_run(config)
+    recorded, other = manifest.facts.get("base") or {}, ""
+    try:
+        for name in checkpoints_of_step(directory.checkpoints, step):
+            path = directory.checkpoints / name.directory
+            found = hash_file(path / MANIFEST).xxh3_128
+            if found != recorded.get("manifest"):
+                other = found
+                continue
+            headers = read_headers(path, verify(path, step))
+            maps = adapted_maps(config.model, adapter)
+            merged = MergedTensors(path, headers, adapters=adapters, maps=maps, adapter=adapter)
+            expected = {key: shape for one in maps for key, (shape, _) in one.parameters(adapter).items()}
+            if adapters.shapes() != dict(sorted(expected.items())):
+                raise UserError(f"{adapters.directory} has other adapters than [adapter] of its configuration")
+            return merged
+        raise UserError(
+            f"{adapters.directory} is an adapter of another base: {recorded.get('checkpoint', 'none')} "
+            f"({recorded.get('manifest', '')[:16]}…), and this checkpoint is {other[:16]}…; restore the checkpoint "
+            "that it was trained beside"
+        )
+    except UserError as error:
+        raise UserError(f'train.init_from = "{directory.path}@{step}": {error}') from None

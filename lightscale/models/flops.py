@@ -4,6 +4,8 @@ The quadratic formula of softmax attention never stands in for a linear mixer.
 """
 
 from lightscale.config.model import ModelConfig
+from lightscale.config.schema import AdapterConfig
+from lightscale.models.adapters import adapted_maps, linear_maps
 from lightscale.models.registry import mixer_spec, shared_specs
 
 
@@ -23,10 +25,23 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return parts + mixers + model.num_layers * glu + logits
 
 
-def training_flops_per_token(model: ModelConfig, sequence_length: int, *, teacher: ModelConfig | None = None) -> float:
+def training_flops_per_token(
+    model: ModelConfig,
+    sequence_length: int,
+    *,
+    teacher: ModelConfig | None = None,
+    adapter: AdapterConfig | None = None,
+) -> float:
     """Three times the forward pass: the backward pass takes two products for each. Recomputation is not counted.
 
-    ``teacher``: a frozen model that the run learns from; its forward pass is added.
+    ``teacher``: a frozen model that the run learns from; its forward pass is added. ``adapter``: beside frozen weights,
+    whose products the backward pass takes once: of inputs alone.
     """
     taught = 0.0 if teacher is None else forward_flops_per_token(teacher, sequence_length)
-    return 3 * forward_flops_per_token(model, sequence_length) + taught
+    whole = 3 * forward_flops_per_token(model, sequence_length) + taught
+    if adapter is None:
+        return whole
+    frozen = sum(2.0 * one.width_in * one.width_out for one in linear_maps(model))
+    frozen += 2.0 * model.hidden_size * model.vocab_size if model.head is None else 0.0
+    added = sum(2.0 * adapter.r * (one.width_in + one.width_out) for one in adapted_maps(model, adapter))
+    return whole - frozen + 3 * added

@@ -6,11 +6,12 @@ change, and ``apply`` clips and applies them; ``step`` is both.
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,33 @@ class LossSums:
 
 Step = tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]
 """What Megatron's schedules ask of a micro-batch: the model's output, and what makes ``Engine._sum_losses`` of it."""
+
+
+class MicroBatchSums(NamedTuple):
+    """What an objective makes of the losses of a micro-batch."""
+
+    total: Tensor
+    """(), the sum of its losses, whose gradient is taken."""
+    count: Tensor
+    """() int32, the number of them; over sequence ranks, one has it."""
+    reported: tuple[Tensor, ...]
+    """(b,) fp64 of each row: sum of the losses, number of them, and further counts (``top``)."""
+
+
+class Objective(ABC):
+    """A loss that is no sum over tokens."""
+
+    def begin(self, engine: "Engine", batches: Sequence[MicroBatch]) -> None:  # noqa: B027 - most need none
+        """Called by all ranks before the passes over ``batches``."""
+
+    @abstractmethod
+    def __call__(self, batch: MicroBatch, losses: Tensor, *, top: bool) -> MicroBatchSums:
+        """Of the masked losses of this rank's tokens, (b, n), on the last stage.
+
+        ``top``: with a further count, of those that are right.
+        """
+
+
 Teaching = Callable[[MicroBatch], Mapping[str, Any]]
 """Further arguments of the model's forward pass in training, made from a micro-batch: the answers of a teacher."""
 
@@ -122,6 +150,7 @@ class Engine:
         bucket_size: parameters that are reduced and gathered together, with ``overlap``; None: Megatron's choice.
         teach: of every micro-batch that is trained on, never in ``forward_only``; None: labels are all that is learned.
         z_loss: factor of log² Z, the softmax's normaliser, in the loss that is trained on, never in ``forward_only``.
+        objective: of the tokens' losses, in training and in ``forward_only``; None: their sum.
     """
 
     def __init__(
@@ -137,7 +166,9 @@ class Engine:
         bucket_size: int | None = None,
         teach: Teaching | None = None,
         z_loss: float = 0.0,
+        objective: Objective | None = None,
     ) -> None:
+        self.objective = objective
         self.mesh, self.config, self.teach, self.z_loss = mesh, config, teach, z_loss
         self.position_buckets, self.num_sources = position_buckets, num_sources
         self.chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
@@ -204,7 +235,8 @@ class Engine:
         assert self.models, "this engine is not trained"
         taught = None if self.teach is None else "a teacher answers every micro-batch (task.teacher)"
         clipped = None if self._clip is None else "attention logits are measured (optimizer.qk_clip)"
-        if (reason := taught or clipped or why_not(self.mesh, self.config)) is not None:
+        coupled = None if self.objective is None else "the loss of a micro-batch is no sum over its tokens (task.name)"
+        if (reason := taught or clipped or coupled or why_not(self.mesh, self.config)) is not None:
             report(reason)
             return
         (model,) = self.models
@@ -228,7 +260,7 @@ class Engine:
         copies: dict[str, list[Tensor]] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
-                if getattr(parameter, "summed_over_stages", False):
+                if getattr(parameter, "summed_over_stages", False) and parameter.requires_grad:
                     copies.setdefault(name, []).append(parameter.main_grad)  # type: ignore[attr-defined]
         for gradients in copies.values():
             # Virtual stages have copies too. Names come in the order of the modules, the same on every stage, so all
@@ -243,6 +275,8 @@ class Engine:
 
         ``measure_logits``: keep the largest attention logits for ``largest_logits``, as QK-clip does at every step.
         """
+        if self.objective is not None:
+            self.objective.begin(self, batches)
         for model in self.models:
             model.train()
             model.zero_grad_buffer()
@@ -259,6 +293,8 @@ class Engine:
 
         ``top``: numbers k; count the labels that are among the k most probable ones too.
         """
+        if self.objective is not None:
+            self.objective.begin(self, batches)
         for chunk in self.chunks:
             chunk.eval()
         if top and any(model.ddp_config.overlap_param_gather for model in self.models):
@@ -269,6 +305,8 @@ class Engine:
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool, top: Sequence[int] = ()) -> LossSums:
         run = get_forward_backward_func()
         scoring = partial(self._forward_step, top=tuple(top)) if top else self._forward_step
+        if self.objective is not None:
+            scoring = partial(self._judged_step, top=bool(top))
         step = scoring if forward_only else self._training_step
         # Taken from the batch: a curriculum's stages differ in both.
         micro_batch_size, rank_tokens = batches[0].labels.shape
@@ -291,6 +329,22 @@ class Engine:
     def _forward_step(self, batches: Iterator[MicroBatch], model: nn.Module, **how: Any) -> Step:
         batch = next(batches)
         return self._forward(model, batch, **how), partial(self._sum_losses, batch)
+
+    def _judged_step(self, batches: Iterator[MicroBatch], model: nn.Module, *, top: bool) -> Step:
+        batch = next(batches)
+        return self._forward(model, batch), partial(self._sum_judged, batch, top=top)
+
+    def _sum_judged(self, batch: MicroBatch, losses: Tensor, *, top: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """``_sum_losses`` by the objective; all losses are of the first bucket."""
+        assert self.objective is not None
+        total, count, rows = self.objective(batch, losses, top=top)
+        sums = self._zero_sums(len(rows))
+        for total_of, row in zip(sums, rows, strict=True):
+            total_of[0] += row.sum()
+            if self.num_sources:
+                assert batch.sources is not None
+                total_of.index_add_(0, self.position_buckets + batch.sources, row)
+        return total, count, sums
 
     def _forward(self, model: nn.Module, batch: MicroBatch, **how: Any) -> Tensor:
         output: Tensor = model(
@@ -315,7 +369,7 @@ class Engine:
             return batch.run()
         taught = {} if self.teach is None else self.teach(batch)
         output = self._forward(model, batch, **taught, **self._trained)
-        return output, partial(self._sum_losses, batch)
+        return output, partial(self._sum_losses if self.objective is None else self._sum_judged, batch)
 
     @property
     def _trained(self) -> dict[str, float]:
@@ -416,6 +470,11 @@ class Engine:
         assert self.optimizer is not None, "this engine has no optimizer"
         self.optimizer.reset()
 
+    def take_weights(self) -> None:
+        """Let the optimizer add its steps to the model's weights as they are now."""
+        if self.optimizer is not None:
+            self.optimizer.copy_from_model()
+
     def parameter_parts(self) -> Iterator[ParameterPart]:
         """The weights that this rank's optimizer changes, between ``gradient_norm`` and the end of ``apply``.
 
@@ -471,6 +530,10 @@ class Engine:
         self.gather_weights()
         return list(optimizer_shards(self.chunks, self.optimizer, copies=True, state=not weights_only))
 
+    def frozen_shards(self) -> list[TensorShard]:
+        """The shards of frozen weights that this rank holds, to fill in place from the checkpoint that has them."""
+        return list(weight_shards(self.chunks, copies=True, frozen=True))
+
     @torch.no_grad()
     def finish_loading(self, counters: Mapping[str, float] | None) -> None:
         """Set the model to the optimizer's weights, as after a step; ``counters`` as from ``counters()``."""
@@ -500,5 +563,7 @@ class Engine:
                     dist.all_gather_into_tensor(flat, own, group=buffer.data_parallel_group)
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 gradient: Any = getattr(parameter, "main_grad")  # noqa: B009 - set by Megatron, unknown to the type
                 yield name, parameter, gradient

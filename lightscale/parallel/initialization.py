@@ -32,6 +32,15 @@ def normal(std: float) -> DrawWeights:
     return draw
 
 
+def uniform(most: float) -> DrawWeights:
+    """Evenly from -most to most."""
+
+    def draw(weight: Tensor, generator: torch.Generator) -> None:
+        weight.uniform_(-most, most, generator=generator)
+
+    return draw
+
+
 def ones(weight: Tensor, generator: torch.Generator) -> None:
     """Draws nothing: every element is 1."""
     weight.fill_(1.0)

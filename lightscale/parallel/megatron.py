@@ -39,6 +39,8 @@ try:
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
         scatter_to_tensor_model_parallel_region,
     )
     from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
@@ -92,6 +94,8 @@ __all__ = [
     "megatron_random",
     "nested_values",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "tensor_parallel",
     "tensor_parallel_layers",

@@ -40,10 +40,24 @@ class _WeightShard:
     """Whether another tensor or pipeline rank holds it too, and comes before this one."""
 
 
-def weight_shards(chunks: Sequence[nn.Module], *, copies: bool) -> Iterator[TensorShard]:
-    """This rank's weights in the model's number format; ``copies``: also copies of earlier model-parallel ranks."""
+def freeze(parameter: nn.Parameter) -> None:
+    """Let ``parameter`` be neither trained nor in the model's checkpoints, which name another one that has it."""
+    parameter.requires_grad_(False)
+    parameter.is_frozen = True  # type: ignore[attr-defined]
+
+
+def is_frozen(parameter: nn.Parameter) -> bool:
+    """Whether ``freeze`` was called of it."""
+    return getattr(parameter, "is_frozen", False)
+
+
+def weight_shards(chunks: Sequence[nn.Module], *, copies: bool, frozen: bool = False) -> Iterator[TensorShard]:
+    """This rank's weights in the model's number format, those that are not frozen or those that are.
+
+    ``copies``: also copies of earlier model-parallel ranks.
+    """
     for part in _weight_shards(chunks):
-        if copies or not part.is_copy:
+        if is_frozen(part.parameter) == frozen and (copies or not part.is_copy):
             yield _named(_WEIGHTS, part.shard)
 
 

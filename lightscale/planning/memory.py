@@ -26,6 +26,8 @@ class RankMemory:
     """From 0."""
     parameters: int
     """Number of parameters on the rank."""
+    trained: int
+    """Number of those that are trained."""
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -39,7 +41,7 @@ class RankMemory:
     """Bytes during the backward pass of a block: recomputed activations and gradients, minus the memory that later
     blocks have released; of the block with the most."""
     teacher_bytes: int = 0
-    """Bytes of a frozen teacher: its weights and its answers."""
+    """Bytes of a frozen teacher, its weights and its answers; or of a reference, its weights."""
 
     @property
     def total_bytes(self) -> int:
@@ -77,6 +79,8 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         "of the GLU's two halves and of the residual stream, or what attention across ranks holds; and those of the "
         "output layer. It follows the loss: the larger of the two counts",
         *([_TEACHER] if config.teacher is not None else []),
+        *([_REFERENCE] if config.has_reference else []),
+        *([_ADAPTERS] if config.adapters is not None else []),
         "not counted: fp32 intermediates within a layer, other communication buffers, fragmentation of the allocator",
     ]
 
@@ -88,6 +92,14 @@ _MATRICES = (
 _TEACHER = (
     "teacher: its weights; the inputs and outputs of all its mixers, or its last hidden states twice, with a chunk of "
     "logits and five fp32 values per logit"
+)
+_REFERENCE = (
+    "reference: a further forward pass of all micro-batches before each step, and without adapters a second copy of "
+    "the weights, split over the same ranks"
+)
+_ADAPTERS = (
+    "adapters: gradients, fp32 weights and optimizer state of these alone; the frozen weights in the precision of the "
+    "activations. Times leave out their own products, and the products of frozen weights' gradients"
 )
 _KEPT: dict[Recompute, str] = {
     "none": "activations without recomputation, under 1F1B: inputs and outputs of a block's norms; a mixer's "
@@ -105,7 +117,7 @@ def rank_memory(config: RunConfig, layout: Layout, stage: int) -> RankMemory:
     return stage_memory(
         config,
         layout,
-        Workload(config.model, layout.rank_sequence_tokens * layout.sequence),
+        Workload(config.model, layout.rank_sequence_tokens * layout.sequence, config.adapters),
         stage,
         recompute=config.train.recompute,
         recompute_layers=config.train.recompute_layers,
@@ -136,10 +148,10 @@ def stage_memory(
     """Memory of each rank of pipeline stage `stage` (from 0) of `work`."""
     size = weight_bytes(config)
     held = work.stages(tensor=layout.tensor, pipeline=layout.pipeline)[stage]
-    parameters = held.parameters
+    parameters, trained = held.parameters, held.trained_parameters
     main = _FP32_BYTES if size < _FP32_BYTES else 0
     spec = optimizer_spec(config)
-    state = sum(spec.state_bytes(name) * count for name, count in held.held.items())
+    state = sum(spec.state_bytes(name) * count for name, count in held.trained.items())
     tokens = layout.micro_batch_size * layout.rank_sequence_tokens
     again = held.recomputed(recompute, recompute_layers)
     ways = [attention_way(attention, layer, layout, size) for layer in held.layers]
@@ -148,17 +160,19 @@ def stage_memory(
     return RankMemory(
         stage=stage,
         parameters=parameters,
+        trained=trained,
         weights_bytes=size * parameters,
-        gradients_bytes=_FP32_BYTES * parameters,
-        optimizer_bytes=-(-(main * parameters + state) // (layout.data * layout.sequence)),
+        gradients_bytes=_FP32_BYTES * trained,
+        optimizer_bytes=-(-(main * trained + state) // (layout.data * layout.sequence)),
         activations_bytes=in_flight * tokens * _kept_bytes(work, held, again, layout, recompute, size) // layout.tensor,
         exchange_bytes=_exchange_bytes(
             layout, work, held, ways, again if recompute == "full" else (), in_flight, size, exchange, hardware
         ),
         logits_bytes=_logits_bytes(work, tokens, layout.tensor, size) if held.last else 0,
         block_bytes=tokens * _block_bytes(held, ways, again, layout, recompute, size) // layout.tensor
-        + (_output_rows(work, layout.tensor) * work.model.hidden_size * size if held.last else 0),
-        teacher_bytes=_teacher_bytes(config, layout, tokens, size),
+        + (_output_rows(work, layout.tensor) * work.model.hidden_size * size if held.last and not work.adapter else 0),
+        teacher_bytes=_teacher_bytes(config, layout, tokens, size)
+        + (size * sum(held.held.values()) if config.has_reference and config.adapters is None else 0),
     )
 
 
@@ -197,6 +211,9 @@ def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
     rounded = rows * width * size if size < _FP32_BYTES else 0
     hidden = tokens * width * size
     states = 2 * hidden // tensor + (hidden if tensor > 1 else 0)
+    if work.adapter is not None:
+        # A frozen output layer has no gradient.
+        return logits + states + hidden
     return max(logits, rounded) + states + hidden + rows * width * _FP32_BYTES
 
 
@@ -207,6 +224,9 @@ def _kept_bytes(
     gathers = layout.sequence > 1
     layers = sum(layer.kept_bytes(recompute, size, gathers=gathers) for layer in again)
     layers += sum(layer.kept_bytes("none", size, gathers=gathers) for layer in held.layers[len(again) :])
+    # What is recomputed with its block is not kept; of the GLU's adapters alone it would be less.
+    share = 1 - len(again) / max(len(held.layers), 1) if recompute == "full" else 1
+    layers += int(share * held.adapter_values) * size
     # Parts behind the word embedding keep what they read.
     return layers + (len(work.embedding_parts) * work.model.hidden_size * size if held.first else 0)
 

@@ -17,7 +17,7 @@ from lightscale.planning.hardware import H100
 from lightscale.planning.memory import RankMemory, fullest_rank, weight_bytes
 from lightscale.planning.published import exact_only, study_parameters, study_training_flops
 from lightscale.planning.workload import Workload
-from lightscale.runs.teacher import teacher_model
+from lightscale.runs.teacher import asked_model
 
 _STATE_BYTES = 4
 
@@ -98,7 +98,9 @@ def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
         study_flops=study_training_flops(
             model, sequence_length=data.sequence_length, batch_size=train.global_batch_size
         ),
-        mfu_flops=training_flops_per_token(model, data.sequence_length, teacher=teacher_model(config))
+        mfu_flops=training_flops_per_token(
+            model, data.sequence_length, teacher=asked_model(config), adapter=config.adapters
+        )
         * config.tokens_per_step,
         tokens_per_step=config.tokens_per_step,
         steps=config.own_steps,

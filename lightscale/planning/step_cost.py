@@ -17,9 +17,10 @@ from lightscale.config.layout import Layout
 from lightscale.config.model import ModelConfig
 from lightscale.config.optimizers import DEFAULT as DEFAULT_OPTIMIZER
 from lightscale.config.optimizers import optimizer_class
-from lightscale.config.schema import Attention, Exchange, Recompute, RunConfig, TaskConfig
+from lightscale.config.schema import AdapterConfig, Attention, Exchange, Recompute, RunConfig, TaskConfig
 from lightscale.kernels.operators import CostClass
-from lightscale.models.accounting import padded_vocab_size, parameter_shapes
+from lightscale.models.accounting import padded_vocab_size
+from lightscale.models.adapters import trained_shapes
 from lightscale.models.flops import training_flops_per_token
 from lightscale.parallel.optimizer_spec import MatrixSpec
 from lightscale.planning.attention_ways import attention_way
@@ -29,7 +30,7 @@ from lightscale.planning.hardware import Hardware
 from lightscale.planning.memory import RankMemory, stage_memory, weight_bytes
 from lightscale.planning.prediction import Prediction, Times
 from lightscale.planning.workload import LayerWork, StageWork, Workload
-from lightscale.runs.teacher import teacher_model
+from lightscale.runs.teacher import asked_model, teacher_model
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _FP32_BYTES = 4
@@ -72,14 +73,16 @@ class CostModel:
 
     def __init__(self, config: RunConfig, sequence_length: int, hardware: Hardware) -> None:
         self.config, self.hardware = config, hardware
-        self.work = Workload(config.model, sequence_length)
+        self.work = Workload(config.model, sequence_length, config.adapters)
         self.size = weight_bytes(config)
         # Whether a layout fits is asked before what it costs.
         self._memory: dict[tuple[Layout, Recompute, int | None, Exchange, Attention], RankMemory] = {}
 
     @cached_property
     def _flops_per_token(self) -> float:
-        return training_flops_per_token(self.config.model, self.work.sequence_length, teacher=self._teacher)
+        return training_flops_per_token(
+            self.config.model, self.work.sequence_length, teacher=asked_model(self.config), adapter=self.config.adapters
+        )
 
     @cached_property
     def _teacher(self) -> ModelConfig | None:
@@ -101,9 +104,9 @@ class CostModel:
     @cached_property
     def _frozen(self) -> "CostModel":
         """Of the teacher's run, without a teacher of its own."""
-        # Groups and clipping are of the student's parameters.
+        # Groups, clipping and adapters are of the student's parameters.
         optimizer = optimizer_class(DEFAULT_OPTIMIZER).options(lr=1.0)
-        update = {"model": self._teacher, "task": TaskConfig(), "optimizer": optimizer}
+        update = {"model": self._teacher, "task": TaskConfig(), "optimizer": optimizer, "adapter": AdapterConfig()}
         alone = self.config.model_copy(update=update)
         return CostModel(alone, self.work.sequence_length, self.hardware)
 
@@ -163,9 +166,8 @@ class CostModel:
         # stage, which waits besides while the first micro-batch comes through the others and the last gradient goes
         # back through them.
         slowest = busy.index(max(busy))
-        work = (
-            passes[slowest][0] + passes[slowest][1] + self._teacher_times(layout, attention)
-        ) * layout.num_microbatches
+        asked = passes[slowest][0] if self.config.has_reference else self._teacher_times(layout, attention)
+        work = (passes[slowest][0] + passes[slowest][1] + asked) * layout.num_microbatches
         data = [
             cost.data(stage, forward.busy_s, backward.busy_s)
             for stage, (forward, backward) in zip(stages, passes, strict=True)
@@ -216,7 +218,7 @@ class _MicroBatchCost:
     ) -> None:
         self.work, self.hw, self.size = model.work, model.hardware, model.size
         self.optimizer = optimizer_spec(model.config)
-        self.shapes = parameter_shapes(model.work.model)
+        self.shapes = trained_shapes(model.config)
         self.layout, self.exchange, self.attention = layout, exchange, attention
         self.recompute, self.recompute_layers = recompute, recompute_layers
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
@@ -248,7 +250,8 @@ class _MicroBatchCost:
         for layer, count in Counter(stage.layers).items():
             once = self._compute(layer)
             compute = Times(
-                products_s=2 * once.products_s,
+                # Of inputs, and of weights that are trained.
+                products_s=(2 if self.work.adapter is None else 1) * once.products_s,
                 operators_s=2 * once.operators_s,
                 elementwise_s=once.elementwise_s * self.hw.backward_passes / self.hw.forward_passes,
             )
@@ -309,7 +312,10 @@ class _MicroBatchCost:
         if stage.last:
             share = self.tokens * self.vocab_size / self.layout.tensor
             # Gradients are made beside the losses; backward they are scaled, and that of hidden is shared out.
-            products_s = 0.0 if backward else 3 * 2 * self.hidden_size * share / (hw.peak_flops * hw.product_share)
+            products = 3 if self.work.adapter is None else 2
+            products_s = (
+                0.0 if backward else products * 2 * self.hidden_size * share / (hw.peak_flops * hw.product_share)
+            )
             weight = self.vocab_size * self.hidden_size / self.layout.tensor
             scaled = 2 * self.size * (weight + self.tokens * self.hidden_size)
             times += Times(
@@ -421,18 +427,18 @@ class _MicroBatchCost:
 
     def data(self, stage: StageWork, forward_s: float, backward_s: float) -> tuple[float, float]:
         """(exposed, total) time to reduce gradients beside `backward_s` and to gather weights beside `forward_s`."""
-        ranks = self.replicas.ranks
-        if ranks == 1:
+        ranks, parameters = self.replicas.ranks, stage.trained_parameters
+        if ranks == 1 or not parameters:
             return 0.0, 0.0
         link = self.replicas.collective(bulk=True)
-        bucket = min(stage.parameters, max(_BUCKET, _BUCKET_PER_RANK * ranks))
+        bucket = min(parameters, max(_BUCKET, _BUCKET_PER_RANK * ranks))
         waited_s = total_s = 0.0
         for value_bytes, work_s in ((_FP32_BYTES, backward_s), (self.size, forward_s)):
             # One bucket has no work beside it: the last gradients are reduced when the backward pass is over, and the
             # first weights are gathered before the forward pass begins.
             one_s = all_gather_s(ranks, bucket * value_bytes / ranks, link)
-            all_s = one_s + link.latency_s * (math.ceil(stage.parameters / bucket) - 1)
-            all_s += (ranks - 1) / ranks * (stage.parameters - bucket) * value_bytes / link.bytes_s
+            all_s = one_s + link.latency_s * (math.ceil(parameters / bucket) - 1)
+            all_s += (ranks - 1) / ranks * (parameters - bucket) * value_bytes / link.bytes_s
             waited_s += max(one_s, all_s - work_s)
             total_s += all_s
         return waited_s, total_s
@@ -440,14 +446,14 @@ class _MicroBatchCost:
     def optimizer_s(self, stage: StageWork) -> float:
         """Time of the optimizer on this rank's share, and of the global gradient norm."""
         spec = self.optimizer
-        traffic = sum(count * spec.step_traffic_bytes(name) for name, count in stage.held.items())
+        traffic = sum(count * spec.step_traffic_bytes(name) for name, count in stage.trained.items())
         norm_s = self.hw.collective_us * 1e-6 if self.layout.world_size > 1 else 0.0
         matrices_s = self._matrices_s(stage, spec) if isinstance(spec, MatrixSpec) else 0.0
         return traffic / self.replicas.ranks / self.hw.memory_bytes_s + norm_s + matrices_s
 
     def _matrices_s(self, stage: StageWork, spec: MatrixSpec) -> float:
         """Time of the directions of whole matrices, which the ranks of a stage share out, and of their exchange."""
-        held = {name: count for name, count in stage.held.items() if name in spec.matrices}
+        held = {name: count for name, count in stage.trained.items() if name in spec.matrices}
         columns = {name: shape[1] for name, shape in self.shapes.items() if name in held}
         flops = [sum(spec.matrix_flops(*one) for one in spec.matrix_shapes(name, columns[name])) for name in held]
         ranks = self.replicas.ranks * self.layout.tensor

@@ -7,10 +7,11 @@ from math import prod
 from typing import get_args
 
 from lightscale.config.model import ModelConfig
-from lightscale.config.schema import Recompute
+from lightscale.config.schema import AdapterConfig, Recompute
 from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
 from lightscale.models.accounting import block_norms, rank_parameters_by_name
+from lightscale.models.adapters import adapted_maps, rank_adapter_parameters
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.interface import EmbeddingPartSpec
 from lightscale.models.stages import layer_stages
@@ -163,6 +164,10 @@ class StageWork:
     layers: tuple[LayerWork, ...]
     held: Mapping[str, int]
     """Elements of each parameter per rank, by global name."""
+    trained: Mapping[str, int]
+    """Those that are trained: all of them, or adapters beside them."""
+    adapter_values: int
+    """Numbers per token, of all tensor ranks, that adapters keep for the backward pass."""
     first: bool
     """Whether it has the embedding and the positional encoding after it."""
     last: bool
@@ -170,8 +175,13 @@ class StageWork:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters per rank."""
-        return sum(self.held.values())
+        """Number of parameters per rank, adapters included."""
+        return sum({**self.held, **self.trained}.values())
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters per rank that are trained."""
+        return sum(self.trained.values())
 
     def recomputed(self, recompute: Recompute, num_layers: int | None) -> tuple[LayerWork, ...]:
         """The layers that `recompute` applies to: the first `num_layers`, or all."""
@@ -184,10 +194,10 @@ class StageWork:
 
 
 class Workload:
-    """A model on sequences of `sequence_length` tokens."""
+    """A model on sequences of `sequence_length` tokens, with `adapter` beside its weights; None: these are trained."""
 
-    def __init__(self, model: ModelConfig, sequence_length: int) -> None:
-        self.model = model
+    def __init__(self, model: ModelConfig, sequence_length: int, adapter: AdapterConfig | None = None) -> None:
+        self.model, self.adapter = model, adapter
         self.sequence_length = sequence_length
         self._stages: dict[tuple[int, int], tuple[StageWork, ...]] = {}
 
@@ -232,17 +242,29 @@ class Workload:
         """The stages of a layout, first to last."""
         key = tensor, pipeline
         if key not in self._stages:
-            held = rank_parameters_by_name(self.model, tensor=tensor, pipeline=pipeline)
+            held = trained = rank_parameters_by_name(self.model, tensor=tensor, pipeline=pipeline)
+            if self.adapter is not None:
+                trained = rank_adapter_parameters(self.model, self.adapter, tensor=tensor, pipeline=pipeline)
             self._stages[key] = tuple(
                 StageWork(
                     layers=self.layers[layers.start : layers.stop],
                     held=held[stage],
+                    trained=trained[stage],
+                    adapter_values=self._adapter_values(layers),
                     first=stage == 0,
                     last=stage == pipeline - 1,
                 )
                 for stage, layers in enumerate(layer_stages(self.model.num_layers, pipeline))
             )
         return self._stages[key]
+
+    def _adapter_values(self, layers: range) -> int:
+        """What A gives of each token; of DoRA also both outputs that the factors of rows are taken of."""
+        if self.adapter is None:
+            return 0
+        maps = [one for one in adapted_maps(self.model, self.adapter) if one.layer in layers]
+        outputs = 2 * sum(one.width_out for one in maps) if self.adapter.name == "dora" else 0
+        return self.adapter.r * len(maps) + outputs
 
     def _layer(self, layer: int) -> LayerWork:
         model = self.model

@@ -44,6 +44,11 @@ def computed_models(config: RunConfig) -> list[ModelConfig]:
     return [config.model] if teacher is None else [config.model, teacher]
 
 
+def asked_model(config: RunConfig) -> ModelConfig | None:
+    """Shape of the frozen model that a step of ``config`` asks, a teacher or a reference; None: it asks none."""
+    return config.model if config.has_reference else teacher_model(config)
+
+
 def teacher_model(config: RunConfig) -> ModelConfig | None:
     """Shape of the teacher of ``config``; None: no teacher. Raises as ``teacher_config``."""
     found = teacher_config(config)

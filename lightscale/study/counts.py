@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from math import prod
 
 from lightscale.config.schema import RunConfig
-from lightscale.models.accounting import EMBEDDING, parameter_shapes, parameter_terms
+from lightscale.models.accounting import EMBEDDING, parameter_terms
+from lightscale.models.adapters import trained_shapes
 from lightscale.models.flops import training_flops_per_token
 from lightscale.planning.published import study_parameters, study_training_flops
-from lightscale.runs.teacher import teacher_model
+from lightscale.runs.teacher import asked_model
 from lightscale.study.fits.curves import PFLOP_DAY
 from lightscale.training.optimizer.registry import optimizer_spec
 
@@ -65,7 +66,7 @@ def count(config: RunConfig) -> CellCounts:
         parameters=sum(terms.values()),
         embedding=embedding,
         paper_parameters=study_parameters(model),
-        flops_per_token=training_flops_per_token(model, length, teacher=teacher_model(config)),
+        flops_per_token=training_flops_per_token(model, length, teacher=asked_model(config), adapter=config.adapters),
         paper_flops_per_token=None if paper_flops is None else paper_flops / length,
         tokens_per_step=config.tokens_per_step,
         steps=config.total_steps,
@@ -74,7 +75,7 @@ def count(config: RunConfig) -> CellCounts:
 
 
 def _kept_bytes(config: RunConfig) -> int:
-    elements = {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    elements = {name: prod(shape) for name, shape in trained_shapes(config).items()}
     parameters, spec = sum(elements.values()), optimizer_spec(config)
     checkpoint, steps = config.checkpoint, config.total_steps
     every = checkpoint.every or steps

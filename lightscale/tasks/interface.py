@@ -24,6 +24,8 @@ class TrainingTask(ABC):
     """Whether its models predict the next token, so they score and generate text."""
     keeps_documents_whole: ClassVar[bool] = False
     """Whether sequences hold whole documents: those of training, which ``data.packing`` sets, and of validation."""
+    compares_answers: ClassVar[bool] = False
+    """Whether its loss is one of pairs of documents, and no sum over tokens."""
     predicts_labels: ClassVar[bool] = False
     """Whether labels of documents are predicted, by ``model.head``; otherwise tokens."""
     reads_images: ClassVar[bool] = False

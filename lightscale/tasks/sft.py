@@ -38,6 +38,8 @@ class SFT(TrainingTask):
         """Every source has a loss mask, with a token that counts."""
         for source in map(store.source, sources):
             where = f'task.name = "sft": source {source.name} of {store.title}'
+            if source.holds_pairs:
+                raise UserError(f'{where} holds pairs of answers, half of them rejected; use task.name = "preference"')
             if not source.has_loss_mask:
                 raise UserError(
                     f'{where} has no loss mask; prepare it with format = "chat" in the corpus file, or use task.name = '

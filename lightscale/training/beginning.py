@@ -4,6 +4,7 @@ from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.models.conversion import Conversion, conversion, other_settings
+from lightscale.runs.base import refuse_adapters
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import checkpoints_of_step, list_steps
 
@@ -18,6 +19,7 @@ def kept_weights(config: RunConfig) -> tuple[Conversion | None, list[str]]:
     # Checkpoints that were copied without their run are those of the same model, or are refused by their shapes.
     if not source.config.exists():
         return None, []
+    refuse_adapters(source, "train.init_from")
     there, here = load(source.config).model, config.model
     kept = conversion(there, here)
     return (kept, kept.lines()) if kept is not None else (None, other_settings(there, here))

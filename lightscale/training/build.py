@@ -8,7 +8,8 @@ from torch import nn
 from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.models.language_model import LanguageModel, language_model_chunks, transformer_config
-from lightscale.parallel.engine import Engine, Teaching
+from lightscale.models.layers.adapter import add_adapters
+from lightscale.parallel.engine import Engine, Objective, Teaching
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.optimizer.registry import optimizer_spec
@@ -33,8 +34,9 @@ def build_engine(
     dtype: torch.dtype | None = None,
     teach: Teaching | None = None,
     trained_mixers: Collection[int] | None = None,
+    objective: Objective | None = None,
 ) -> Engine:
-    """The model of ``config`` with its initial weights, on ``mesh``.
+    """The model of ``config`` with its initial weights, on ``mesh``; those that adapters freeze are still to be read.
 
     Args:
         vocab_size: ids that the tokenizer uses; the rows of ``model.vocab_size`` beyond take no probability.
@@ -42,7 +44,7 @@ def build_engine(
         num_sources: of the data; their losses are summed apart.
         dtype: of weights and activations; None: as configured. An engine in fp64, for comparisons, has
             gradients and no optimizer.
-        teach: see ``Engine``.
+        teach, objective: see ``Engine``.
         trained_mixers: layers whose mixers alone are trained, with the model's shared parts; None: all weights. The
             loss must give the other weights no gradient.
     """
@@ -53,6 +55,8 @@ def build_engine(
         model, mesh, dtype, recompute=config.train.recompute, recompute_layers=config.train.recompute_layers
     )
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
+    if config.adapters is not None:
+        add_adapters(chunks, config.adapters)
     _draw(chunks, config.train.seed, mesh)
     if trained_mixers is not None:
         _hold_others(chunks, trained_mixers)
@@ -61,9 +65,11 @@ def build_engine(
         megatron,
         mesh,
         optimizer=optimizer_spec(config) if trainable else None,
-        position_buckets=config.metrics.position_buckets,
+        # Losses of an objective have no position.
+        position_buckets=config.metrics.position_buckets if objective is None else 1,
         num_sources=num_sources,
         teach=teach,
+        objective=objective,
         z_loss=config.train.z_loss_multiplier,
         # A bucket with weights that get no gradient would be waited for in vain.
         overlap=None if trained_mixers is None else False,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightscale.config.model import ModelConfig
-from lightscale.config.schema import RunConfig
+from lightscale.config.schema import AdapterConfig, RunConfig
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.kernels.cross_entropy.divergence import SoftTargets
@@ -135,7 +135,7 @@ def frozen_engine(config: RunConfig, mesh: Mesh, *, vocab_size: int, dtype: torc
     check_model(found.model, config.parallel)
     # Nothing is recomputed where nothing goes back.
     train = config.train.model_copy(update={"recompute": "none", "recompute_layers": None})
-    of_teacher = config.model_copy(update={"model": found.model, "train": train})
+    of_teacher = config.model_copy(update={"model": found.model, "train": train, "adapter": AdapterConfig()})
     return build_engine(of_teacher, mesh, vocab_size=vocab_size, trainable=False, dtype=dtype)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.files import existing_part, size_text
-from lightscale.models.accounting import parameter_shapes
+from lightscale.models.adapters import trained_shapes
 from lightscale.parallel.agreement import Agreement
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name, list_steps
@@ -273,7 +273,7 @@ def checkpoint_bytes(config: RunConfig | None, run: RunDirectory) -> tuple[int |
 
 
 def _num_parameters(config: RunConfig) -> int:
-    return sum(prod(shape) for shape in parameter_shapes(config.model).values())
+    return sum(prod(shape) for shape in trained_shapes(config).values())
 
 
 def _offer(draft: Path, path: Path, text: str) -> str:

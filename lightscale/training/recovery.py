@@ -24,11 +24,13 @@ from lightscale.data_pipeline.loading.samples import (
     recorded_skips,
 )
 from lightscale.errors import UserError
+from lightscale.models.layers.adapter import begin_adapters
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.records import Record
 from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.training.base import Base, read_base
 from lightscale.training.beginning import kept_weights
 from lightscale.training.branch import parent_of
 from lightscale.training.build import start_again
@@ -104,6 +106,7 @@ class Recovery:
         loader, guard: reset by a rollback to step 0, beside the engine.
         state: all parts that a checkpoint holds, by name; ``loader`` and ``guard`` are among them.
         allow: changes that a resumed run may have: ``data``, and those of ``Checkpoints.restore``.
+        reference: frozen model to read from ``train.init_from``; None: that is ``engine``'s own, or there is none.
     """
 
     def __init__(
@@ -117,10 +120,14 @@ class Recovery:
         guard: Guard,
         state: Mapping[str, Stateful],
         allow: Collection[str],
+        reference: Engine | None = None,
     ) -> None:
         self._config, self._directory, self._journal = config, directory, journal
         self._engine, self._loader, self._guard, self._state, self._allow = engine, loader, guard, state, allow
+        self._reference = reference
         self._ranks = Agreement(engine.mesh.control)
+        self.base: Base | None = None
+        """The frozen weights beside adapters, read by ``resume``; None: the whole model is trained."""
         self._checkpoints = Checkpoints(
             directory.checkpoints,
             engine.mesh,
@@ -140,14 +147,22 @@ class Recovery:
 
         Returns the steps done.
         """
+        beside = self._read_base() if self._config.has_base else None
         restored = self._checkpoints.restore(self._engine, allow=self._allow)
         if restored is None:
             self._check_none_is_lost()
             restored = self._branch_off()
-        if restored is None:
+        if restored is not None:
+            if self.base is not None:
+                self.base.check(restored.path, restored.base)
+            self._load(restored)
+        elif beside is None or self._config.adapters is None:
             self._start_from_weights()
         else:
-            self._load(restored)
+            begin_adapters(self._engine.chunks)
+            self._engine.take_weights()
+            self._journal.event("init_from", **beside)
+            self._journal.say(f"training adapters beside the frozen weights of {beside['checkpoint']}")
         check_copies(self._engine)
         # A rollback records its skip after the checkpoint it returns to was written, so that this checkpoint does not
         # have it. Records are compared as multisets: data can be skipped twice at one position, by two rollbacks.
@@ -292,6 +307,14 @@ class Recovery:
         self._journal.say(f"branching off {run.path} after step {step}")
         self._ranks.on_first(lambda: adopt(restored.path, self._directory.checkpoints))
         return restored
+
+    def _read_base(self) -> dict[str, Any]:
+        """Read the frozen weights; the record of them, which is that of the run's first start."""
+        self.base, restored = read_base(self._config, self._reference or self._engine)
+        self._check_tokenizer(restored)
+        if self._config.train.init_from is not None:
+            self._check_same_start(restored, "init_from", "init_from")
+        return {"checkpoint": str(restored.path), "manifest": self.base.manifest}
 
     def _start_from_weights(self) -> None:
         if self._config.train.init_from is None:

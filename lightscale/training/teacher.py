@@ -6,6 +6,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.config.tasks import task_class
 from lightscale.errors import UserError
 from lightscale.models.accounting import norm_placement
+from lightscale.runs.base import refuse_adapters
 from lightscale.runs.teacher import teacher_config, teacher_run
 from lightscale.tasks.distill import DistillConfig
 from lightscale.training.checkpoints.directories import checkpoints_of_step
@@ -19,6 +20,7 @@ def check_teacher(config: RunConfig) -> None:
     directory, step = teacher_run(config)
     try:
         checkpoints_of_step(directory.checkpoints, step)
+        refuse_adapters(directory, "task.teacher")
         if not task_class(found.task.name).writes_text:
             raise UserError(f'its task.name = "{found.task.name}" does not predict the next token; use a causal model')
         if found.model.vocab_size != config.model.vocab_size:

@@ -49,8 +49,9 @@ from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.runs.metrics.registry import open_sinks
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE, RunFacts, Sink
 from lightscale.runs.run_directory import RunDirectory, Status, digest
-from lightscale.runs.teacher import computed_models, teacher_model
+from lightscale.runs.teacher import asked_model, computed_models
 from lightscale.tasks.interface import task_of
+from lightscale.tasks.preference import PreferenceConfig
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
 from lightscale.training.checkpoints.exports import wait_for_exports
@@ -64,6 +65,7 @@ from lightscale.training.health.heartbeat import STARTING, Heartbeat
 from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
 from lightscale.training.memory import process_memory_bytes
 from lightscale.training.parameter_norms import ParameterNorms
+from lightscale.training.preference import PreferenceObjective, build_reference
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
@@ -201,14 +203,20 @@ class Trainer:
             targets=self.task.targets(self.store, validation=False),
         )
         self.teacher = build_teacher(config, mesh, self.store, run, self.journal)
+        vocab_size = self.store.tokenizer.vocab_size
+        reference = build_reference(config, mesh, vocab_size=vocab_size)
+        objective = None
+        if isinstance(config.task, PreferenceConfig):
+            objective = PreferenceObjective(config.task, mesh, reference)
         self.engine = build_engine(
             config,
             mesh,
-            vocab_size=self.store.tokenizer.vocab_size,
+            vocab_size=vocab_size,
             trainable=True,
             num_sources=len(self.loader.mixture.names),
             teach=self.teacher,
             trained_mixers=None if self.teacher is None else self.teacher.trained_mixers,
+            objective=objective,
         )
         if config.train.cuda_graphs == "auto":
             self.engine.capture_graphs(lambda reason: self.journal.say(f"this run has no CUDA graphs: {reason}"))
@@ -225,6 +233,7 @@ class Trainer:
             engine=self.engine,
             largest=self._largest,
             only_finite=config.guard.enabled,
+            adapters=config.adapters is not None,
         )
         self.recovery = Recovery(
             config,
@@ -235,6 +244,7 @@ class Trainer:
             guard=self.guard,
             state=self.state,
             allow=allow,
+            reference=reference,
         )
         self.step = self.recovery.resume()
         self.replicas.begin(self.step)
@@ -288,8 +298,8 @@ class Trainer:
     def run(self) -> Status:
         """Train from the current step to the last."""
         config, total = self.config, self.config.total_steps
-        length, teacher, peak = config.data.sequence_length, teacher_model(config), self._peak_flops()
-        flops = training_flops_per_token(config.model, length, teacher=teacher)
+        length, asked, peak = config.data.sequence_length, asked_model(config), self._peak_flops()
+        flops = training_flops_per_token(config.model, length, teacher=asked, adapter=config.adapters)
         with (
             MetricsLogger(
                 self._open_sinks(),
@@ -525,6 +535,7 @@ class Trainer:
                 "config": digest(self.config),
                 "attempt": self.directory.attempt,
                 "tokenizer": self.store.tokenizer.sha256,
+                **({} if self.recovery.base is None else {"base": self.recovery.base.fact()}),
             },
             contents=contents,
             # While steps are being skipped, a rollback may need the last checkpoint before them.
@@ -574,12 +585,16 @@ class Trainer:
     def _describe(self) -> None:
         """Log what this run is: size, precision, ranks, operators, data."""
         mesh, config = self.mesh, self.config
-        parameters = sum(parameter.numel() for chunk in self.engine.chunks for parameter in chunk.parameters())
+        held = [parameter for chunk in self.engine.chunks for parameter in chunk.parameters()]
+        parameters = sum(one.numel() for one in held)
+        trained = sum(one.numel() for one in held if one.requires_grad)
         dtype = str(weight_dtype(config.train, mesh.device)).removeprefix("torch.")
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.axes.items())
         self.journal.say(
             f"{parameters:,} parameters on this rank, {dtype} on {_device_name(mesh.device)}; ranks: {axes}"
         )
+        if trained < parameters:
+            self.journal.say(f"adapters: {trained:,} of them are trained, {trained / parameters:.2%}")
         self.journal.say(describe_fused_kernels())
         if mesh.device.type == "cuda":
             self.journal.say(describe_device_settings(os.environ))

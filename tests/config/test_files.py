@@ -34,8 +34,8 @@ def refusal(path: Path, *overrides: str) -> str:
         ("modle.hidden_size=64", "unknown key modle; did you mean model?"),
         (
             "zebra.hidden_size=64",
-            "the sections are model, task, data, parallel, optimizer, train, checkpoint, evaluation, guard, restart, "
-            "metrics",
+            "the sections are model, task, data, parallel, optimizer, train, adapter, checkpoint, evaluation, guard, "
+            "restart, metrics",
         ),
         ("optimizer.steps=1", "unknown key optimizer.steps; did you mean train.steps?"),
         ("train.warmup=1", "unknown key train.warmup; did you mean optimizer.warmup_steps?"),
@@ -340,7 +340,11 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         *(f"model.mixer_options.{name}.causal=false" for name in ("lightnet", "llama-local")),
     )
     distill = ("task.name=distill", "task.teacher=runs/teacher@1")
-    for task in ((*MASKED, *every_bidirectional), ("task.name=classify", "model.head.num_labels=3"), distill):
+    classify, preference = (
+        ("task.name=classify", "model.head.num_labels=3"),
+        ("task.name=preference", "task.loss=simpo"),
+    )
+    for task in ((*MASKED, *every_bidirectional), classify, distill, (*preference, "data.packing=whole")):
         of_task = tomllib.loads(to_toml(tiny_config(*task)))
         resolved["task"] |= of_task["task"]
         resolved["model"]["mixer_options"] = of_task["model"]["mixer_options"] | resolved["model"]["mixer_options"]

@@ -112,6 +112,9 @@ NOT_DRAWN: dict[str, str] = {
     "task.label": "the name of the store's array",
     "task.teacher": "a run of another model: tests/training/test_distillation.py compares layouts with a teacher",
     "task.stage": "as task.teacher",
+    "task.loss": "pairs of answers: tests/training/test_preference.py compares layouts with the formulas",
+    "task.beta": "as task.loss",
+    "task.gamma": "as task.loss",
     "task.temperature": "as task.teacher",
     "task.cross_entropy_weight": "as task.teacher",
     "data.store": "the one that the task and the grid need",
@@ -155,8 +158,13 @@ NOT_DRAWN: dict[str, str] = {
 """Fields that are not drawn by themselves, and why."""
 
 
-DRAWN_TASKS = sorted(name for name in TASKS if "teacher" not in task_class(name).options.model_fields)
-"""Names of the tasks that are drawn; see ``task.teacher`` in ``NOT_DRAWN``."""
+DRAWN_TASKS = sorted(
+    name
+    for name in TASKS
+    if "teacher" not in task_class(name).options.model_fields and not task_class(name).compares_answers
+)
+"""Names of the tasks that are drawn; see ``task.teacher`` and ``task.loss`` in ``NOT_DRAWN``. Nor is [adapter], whose
+layouts tests/models/layers/test_adapter.py compares with the merged form."""
 
 
 def tables() -> dict[str, type[BaseModel]]:

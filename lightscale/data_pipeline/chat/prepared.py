@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightscale.data_pipeline.chat.counted import Loss, counted_spans
 from lightscale.data_pipeline.chat.files import DEFAULT, TOOL_USE, TemplateFiles
 from lightscale.data_pipeline.chat.sandbox import Span
-from lightscale.data_pipeline.chat.shapes import ChatFault, Conversation, conversation_of
+from lightscale.data_pipeline.chat.shapes import ChatFault, Conversation, conversation_of, preference_of
 from lightscale.data_pipeline.chat.template import ChatTemplate
 from lightscale.data_pipeline.tokenizers import Tokenizer
 
@@ -45,10 +45,18 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
     most_characters: int = 2**24
     """Of a rendering."""
+    has_pairs: bool = False
+    """Whether records are preferences; their last answers count."""
 
     def text_of(self, record: Mapping[str, Any]) -> ChatText:
         """The conversation in ``record``. Raises ``ChatFault``."""
         return self.counted(conversation_of(record, self.fields, self.roles))
+
+    def texts_of(self, record: Mapping[str, Any]) -> tuple[ChatText, ...]:
+        """The conversation in ``record``, or of a preference the chosen and the rejected one. Raises ``ChatFault``."""
+        if not self.has_pairs:
+            return (self.text_of(record),)
+        return tuple(map(self.counted, preference_of(record, self.fields, self.roles)))
 
     def counted(self, conversation: Conversation) -> ChatText:
         """The text of ``conversation``, and what counts. Raises ``ChatFault``."""
@@ -67,6 +75,7 @@ class Chat:
             "special_tokens": self.files.special_tokens,
             "variables": dict(self.variables),
             "loss": self.loss,
+            **({"pairs": True} if self.has_pairs else {}),
         }
 
     def _template_for(self, conversation: Conversation) -> ChatTemplate:

@@ -81,6 +81,7 @@ def chat_of(record: Any, *, origin: str) -> Chat:
         files=TemplateFiles(origin=origin, templates=dict(templates), special_tokens=dict(special)),
         variables=dict(variables),
         loss=record["loss"],
+        has_pairs=bool(record.get("pairs")),
     )
     chat.check()
     return chat

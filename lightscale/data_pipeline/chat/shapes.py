@@ -6,6 +6,9 @@
     prompt          with completion: two texts, or two lists of messages
 
 The first field that a record has decides. ``system``, a text beside them, becomes the first message.
+
+Preferences have ``chosen`` and ``rejected``: two texts or lists of messages that answer ``prompt``, or without it two
+whole conversations.
 """
 
 import json
@@ -17,7 +20,7 @@ from lightscale.errors import shortened
 
 USUAL_FIELDS = (
     *("messages", "role", "content", "conversations", "from", "value", "instruction", "input", "output"),
-    *("prompt", "completion", "system", "tools"),
+    *("prompt", "completion", "system", "tools", "chosen", "rejected"),
 )
 """Names of fields that a corpus file can replace."""
 USUAL_ROLES = {
@@ -76,6 +79,53 @@ def conversation_of(record: Mapping[str, Any], fields: Mapping[str, str], roles:
     if system and messages[0]["role"] != SYSTEM:
         messages = [{"role": SYSTEM, "content": system}, *messages]
     return Conversation(messages=messages, tools=_tools(_value(record, names["tools"]), names["tools"]))
+
+
+def preference_of(
+    record: Mapping[str, Any], fields: Mapping[str, str], roles: Mapping[str, str]
+) -> tuple[Conversation, Conversation]:
+    """The conversations with the chosen and with the rejected answer in ``record``; arguments as of
+    ``conversation_of``."""
+    names = {usual: fields.get(usual, usual) for usual in USUAL_FIELDS}
+    prompt = _value(record, names["prompt"])
+    found = []
+    for side in ("chosen", "rejected"):
+        answer = _value(record, names[side])
+        if answer is None:
+            raise ChatFault(
+                f"no {names[side]} answer (found {shortened(', '.join(record), 200) or 'no fields'}); add it, or name "
+                f"its field by chat.fields.{side}"
+            )
+        if isinstance(answer, str) and prompt is None:
+            raise ChatFault(f"the answer {names[side]} has no {names['prompt']}; name its field by chat.fields.prompt")
+        messages = _value_messages(prompt, names["prompt"], USER, names, roles) if prompt is not None else []
+        messages += _value_messages(answer, names[side], ASSISTANT, names, roles)
+        if messages[-1]["role"] != ASSISTANT:
+            raise ChatFault(
+                f"{names[side]} ends with a message of the role {messages[-1]['role']}, not with an answer; correct "
+                "or remove the pair"
+            )
+        system = _text(record, names["system"], is_optional=True)
+        if system and messages[0]["role"] != SYSTEM:
+            messages = [{"role": SYSTEM, "content": system}, *messages]
+        found.append(Conversation(messages=messages, tools=_tools(_value(record, names["tools"]), names["tools"])))
+    chosen, rejected = found
+    if chosen == rejected:
+        raise ChatFault(f"{names['chosen']} and {names['rejected']} are equal; remove the pair")
+    if chosen.messages[:-1] != rejected.messages[:-1]:
+        raise ChatFault(
+            f"{names['chosen']} and {names['rejected']} differ before their last answers; a pair answers one prompt"
+        )
+    return chosen, rejected
+
+
+def _value_messages(
+    found: Any, field: str, role: str, names: Mapping[str, str], roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """A text as a message of ``role``, or a list of messages."""
+    if isinstance(found, str):
+        return [{"role": role, "content": found}]
+    return _messages(found, field, names["role"], names["content"], roles)
 
 
 def _completed(

@@ -10,6 +10,8 @@ states like a separate document. Documents and rests are combined so that little
   with the least room that still holds it, or a new one. Shorter pieces fill the remaining room in the order of the
   text. That takes time per window, not per document, and wastes less than n / 16 tokens per window.
 
+- **Pairs.** The two documents of a preference (``TokenSource.holds_pairs``) are packed as one, and never cut.
+
 **Index.** For every region it holds the number of windows in the regions before. Bisection finds the region of window
 w. The loader then reads the region's document ends (a range of ``doc_ends``) and packs the region again; it caches the
 last few regions. The index takes 8 bytes per region: for 300B tokens 18.3 MB at n = 2,048, 4.6 MB at 8,192, 0.3 MB at
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 from lightscale.data_pipeline.loading.windows import PADDING, DocumentRanges
 from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.data_pipeline.whole_files import write_array
+from lightscale.errors import UserError
 
 INDEX_DIR = "packing"
 """In a run's directory: the indices of its windows."""
@@ -132,8 +135,13 @@ class WholeWindows:
     is_one_document: ClassVar[bool] = False
 
     def __init__(self, source: TokenSource, sequence_length: int, *, index_dir: Path | None = None) -> None:
-        """``index_dir``: where the index is read from or, once made, kept; none: it is made every time."""
+        """``index_dir``: where the index is read from or, once made, kept; none: it is made every time.
+
+        ``UserError`` for a pair longer than a window.
+        """
         self.source = source
+        # Documents that are packed as one.
+        self._together = 2 if source.holds_pairs else 1
         self.sequence_length = sequence_length
         self._region_tokens = REGION_WINDOWS * sequence_length
         num_regions = -(-source.num_tokens // self._region_tokens)
@@ -151,17 +159,22 @@ class WholeWindows:
         # The cache belongs to the object: one on the method would keep every source alive.
         # Several regions, because shuffled samples jump between them: each would be packed again for every window.
         cache = functools.lru_cache(maxsize=_CACHED_REGIONS)
-        self._packed: Callable[[int], tuple[NDArray[np.int64], PackedRegion]] = cache(self._pack)
+        self._packed: Callable[[int], tuple[NDArray[np.int64], NDArray[np.int64], PackedRegion]] = cache(self._pack)
 
     def document_ranges(self, window: int, first: int, last: int) -> DocumentRanges:
         """See ``Windows``."""
         region = int(self._first_window.searchsorted(window, side="right")) - 1
-        starts, packed = self._packed(region)
+        starts, firsts, packed = self._packed(region)
         number = window - int(self._first_window[region])
         here = slice(packed.window_starts[number], packed.window_starts[number + 1])
-        lengths = packed.lengths[here]
+        lengths, documents = packed.lengths[here], packed.documents[here]
         ends = np.cumsum(lengths)
-        slots, tokens = ends - lengths, starts[packed.documents[here]] + packed.offsets[here]
+        slots, tokens = ends - lengths, starts[documents] + packed.offsets[here]
+        if self._together > 1:
+            # The second document of each pair begins where the first ends.
+            between = firsts[documents] - starts[documents]
+            slots = np.stack([slots, slots + between], axis=1).ravel()
+            tokens = np.stack([tokens, tokens + between], axis=1).ravel()
         # Padding is a range too, so that what reads a window needs no case for it.
         if ends[-1] < self.sequence_length:
             slots, tokens = np.append(slots, ends[-1]), np.append(tokens, PADDING)
@@ -173,12 +186,15 @@ class WholeWindows:
         padding = 1 - self.source.num_tokens / (self.num_windows * self.sequence_length)
         return f"{self.num_windows:,} sequences of {self.sequence_length:,} tokens, {padding:.2%} of them padding"
 
-    def _pack(self, region: int) -> tuple[NDArray[np.int64], PackedRegion]:
-        """(starts of the region's documents, how they are packed)."""
+    def _pack(self, region: int) -> tuple[NDArray[np.int64], NDArray[np.int64], PackedRegion]:
+        """(starts of the region's documents, or of its pairs; ends of these, of pairs of the first; how they are
+        packed)."""
         first, last = (self._first_document(edge) for edge in (region, region + 1))
         ends = self.source.document_ends(first, last)
         starts = np.concatenate([self.source.document_ends(first - 1, first) if first else [0], ends[:-1]])
-        return starts, pack_region(ends - starts, self.sequence_length)
+        step = self._together
+        starts, firsts, ends = starts[::step], ends[::step], ends[step - 1 :: step]
+        return starts, firsts, pack_region(ends - starts, self.sequence_length)
 
     def _first_document(self, region: int) -> int:
         """The first document that begins at or after the region's first token."""
@@ -186,11 +202,17 @@ class WholeWindows:
         if token >= self.source.num_tokens:
             return self.source.num_documents
         # The document that holds the token before it begins earlier, and the next one does not.
-        return self.source.document_at(token - 1) + 1 if token else 0
+        found = self.source.document_at(token - 1) + 1 if token else 0
+        return -(-found // self._together) * self._together
 
     def _make_index(self, num_regions: int) -> NDArray[np.int64]:
         counts = np.zeros(num_regions + 1, dtype=np.int64)
         for region, lengths in self._regions():
+            if self._together > 1 and lengths.max() > self.sequence_length:
+                raise UserError(
+                    f"source {self.source.name}: a pair of answers has {lengths.max():,} tokens, more than a sequence; "
+                    f"use data.sequence_length = {lengths.max()}, or a smaller chat.max_tokens"
+                )
             counts[region + 1] = pack_region(lengths, self.sequence_length).num_windows
         return np.cumsum(counts)
 
@@ -200,7 +222,8 @@ class WholeWindows:
         start = 0
         for first in range(0, self.source.num_documents, _DOCUMENTS_AT_ONCE):
             last = min(first + _DOCUMENTS_AT_ONCE, self.source.num_documents)
-            ends = np.concatenate([waiting, self.source.document_ends(first, last)])
+            own = self.source.document_ends(first, last)[self._together - 1 :: self._together]
+            ends = np.concatenate([waiting, own])
             starts = np.concatenate([[start], ends[:-1]])
             regions = starts // self._region_tokens
             goes_on = last < self.source.num_documents

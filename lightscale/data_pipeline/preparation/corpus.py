@@ -46,6 +46,7 @@ from lightscale.data_pipeline.preparation.readers.table import (
     CHAT,
     DEFAULT_SUFFIXES,
     FORMATS,
+    PREFERENCE,
     RECORD_FORMATS,
     suffixes_of,
 )
@@ -88,7 +89,7 @@ class ChatConfig(Section):
     """Longer conversations: refuse the corpus, or cut them at max_tokens."""
     fields: Annotated[dict[str, str], Field(max_length=MOST_ENTRIES)] = Field(default_factory=dict)
     """Names of fields in the files, by their usual names, such as messages, role, content, from, value, instruction,
-    input, output, prompt, completion, system, tools.
+    input, output, prompt, completion, system, tools, chosen, rejected.
     """
     roles: Annotated[dict[str, str], Field(max_length=MOST_ENTRIES)] = Field(default_factory=dict)
     """Roles by their names in the files, such as client = "user"; ShareGPT's are known."""
@@ -132,9 +133,11 @@ class SourceConfig(Section):
     text_field: str = "text"
     """Field of objects, column of tables that holds the text; a.b is field b of field a."""
     format: str | None = None
-    """Format of the files (preparation/readers/table.py lists all); none: detected by suffix; chat: conversations."""
+    """Format of the files (preparation/readers/table.py lists all); none: detected by suffix; chat: conversations;
+    preference: pairs of answers to one prompt.
+    """
     chat: ChatConfig = ChatConfig()
-    """With format = "chat": template and loss of the conversations."""
+    """With format = "chat" or "preference": template and loss of the conversations."""
     id_field: str | None = None
     """Field of jsonl objects and column of parquet files with an id or URL to store; none: no id is stored."""
     label_field: str | None = None
@@ -166,30 +169,35 @@ class SourceConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _suffixes_of_format(cls, table: Any) -> Any:
-        if isinstance(table, dict) and "suffixes" not in table and table.get("format") in (*FORMATS, CHAT):
-            formats = RECORD_FORMATS if table["format"] == CHAT else (table["format"],)
+        if isinstance(table, dict) and "suffixes" not in table and table.get("format") in (*FORMATS, CHAT, PREFERENCE):
+            formats = RECORD_FORMATS if table["format"] in (CHAT, PREFERENCE) else (table["format"],)
             return {**table, "suffixes": [suffix for name in formats for suffix in suffixes_of(FORMATS[name])]}
         return table
 
     @field_validator("format")
     @classmethod
     def _check_format(cls, name: str | None) -> str | None:
-        if name is not None and name not in (*FORMATS, CHAT):
-            raise ValueError(f"{shown_value(name)} is not a format; use one of {', '.join((*FORMATS, CHAT))}")
+        names = (*FORMATS, CHAT, PREFERENCE)
+        if name is not None and name not in names:
+            raise ValueError(f"{shown_value(name)} is not a format; use one of {', '.join(names)}")
         return name
 
     @property
     def is_chat(self) -> bool:
         """Whether its documents are conversations."""
-        return self.format == CHAT
+        return self.format in (CHAT, PREFERENCE)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         compose(self.filters, self.language)
         if self.is_chat and (self.language is not None or self.filters):
-            raise ValueError('format = "chat": filters read texts, not conversations; remove language and filters')
+            raise ValueError(
+                f'format = "{self.format}": filters read texts, not conversations; remove language and filters'
+            )
+        if self.format == PREFERENCE and (self.chat.loss == "all" or self.chat.too_long == "cut"):
+            raise ValueError('format = "preference": the last answers count, whole; remove chat.loss and chat.too_long')
         if not self.is_chat and self.chat != ChatConfig():
-            raise ValueError('chat: the table is for conversations; set format = "chat", or remove the table')
+            raise ValueError('chat: the table is for conversations; set format = "chat" or "preference", or remove it')
         if self.label_field == self.text_field:
             raise ValueError(
                 f"label_field = {shown_value(self.label_field)} is also text_field; use the field of the classes"
@@ -269,14 +277,15 @@ class Corpus(Section):
 
     def chat_of(self, source: str, files: TemplateFiles) -> Chat:
         """How conversations of ``source`` become texts with the template in ``files``."""
-        config = self.sources[source].chat
+        config, has_pairs = self.sources[source].chat, self.sources[source].format == PREFERENCE
         return Chat(
             files=files,
-            loss=config.loss,
+            loss="last" if has_pairs else config.loss,
             fields=config.fields,
             roles=config.roles,
             variables=config.variables,
             most_characters=self.max_document_bytes,
+            has_pairs=has_pairs,
         )
 
     def filter_of(self, source: str) -> Chain | None:

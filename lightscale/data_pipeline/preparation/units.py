@@ -219,6 +219,8 @@ class CleanDocument:
     """Name of its class."""
     chat: ChatText | None = None
     """Of a conversation: ``text`` with the characters that count."""
+    key: str | None = None
+    """What duplicates share; None: the text. The answers of a preference are kept or dropped together."""
     where: Callable[[], str] = str
     """Its place in the corpus, for a message."""
 
@@ -338,43 +340,54 @@ def clean_documents(
                 if change in clean.counts:
                     counts.problems.add(change, raw.id)
             where = functools.partial(_place, file_range.file, raw, unit.source)
-            conversation = None if chat is None else _conversation(chat, clean.text, where)
-            text = clean.text if conversation is None else conversation.text
-            num_bytes = utf8_bytes(text)
-            if not text or text.isspace():
-                normalised.drop(EMPTY, num_bytes, raw.id, text)
-                continue
-            normalised.keep(num_bytes)
-            if rules is not None:
-                verdict = rules.judge(text)
-                if verdict.rule is not None:
-                    filtered.drop(verdict.rule, num_bytes, raw.id, text)
-                    if removed is not None:
-                        removed.add(raw.id, verdict.rule, verdict.score, text)
+            conversations = (None,) if chat is None else _texts(chat, clean.text, where)
+            keys = _keys(conversations)
+            for conversation, key in zip(conversations, keys, strict=True):
+                text = clean.text if conversation is None else conversation.text
+                num_bytes = utf8_bytes(text)
+                if not text or text.isspace():
+                    normalised.drop(EMPTY, num_bytes, raw.id, text)
                     continue
-                counts.changes["filter"].add(verdict.changes)
-                if verdict.text is not text:
-                    text = verdict.text
-                    num_bytes = utf8_bytes(text)
-            filtered.keep(num_bytes)
-            label = None if label_field is None else class_of(raw.label, raw.id, field=label_field, classes=classes)
-            yield CleanDocument(
-                id=raw.id,
-                text=text,
-                num_bytes=num_bytes,
-                file=file_range.file_number,
-                begin=raw.begin,
-                length=raw.num_bytes,
-                own_id=(raw.own_id or "").encode(errors="replace"),
-                label=label,
-                chat=conversation,
-                where=where,
-            )
+                normalised.keep(num_bytes)
+                if rules is not None:
+                    verdict = rules.judge(text)
+                    if verdict.rule is not None:
+                        filtered.drop(verdict.rule, num_bytes, raw.id, text)
+                        if removed is not None:
+                            removed.add(raw.id, verdict.rule, verdict.score, text)
+                        continue
+                    counts.changes["filter"].add(verdict.changes)
+                    if verdict.text is not text:
+                        text = verdict.text
+                        num_bytes = utf8_bytes(text)
+                filtered.keep(num_bytes)
+                label = None if label_field is None else class_of(raw.label, raw.id, field=label_field, classes=classes)
+                yield CleanDocument(
+                    id=raw.id,
+                    text=text,
+                    num_bytes=num_bytes,
+                    file=file_range.file_number,
+                    begin=raw.begin,
+                    length=raw.num_bytes,
+                    own_id=(raw.own_id or "").encode(errors="replace"),
+                    label=label,
+                    chat=conversation,
+                    key=key,
+                    where=where,
+                )
 
 
-def _conversation(chat: Chat, record: str, where: Callable[[], str]) -> ChatText:
+def _keys(conversations: Sequence[ChatText | None]) -> list[str | None]:
+    """What duplicates share: of a preference both texts, so that its two documents are kept or dropped together."""
+    if len(conversations) == 1:
+        return [None]
+    both = "\0".join(one.text for one in conversations if one is not None)
+    return [f"{side}{both}" for side in range(len(conversations))]
+
+
+def _texts(chat: Chat, record: str, where: Callable[[], str]) -> Sequence[ChatText]:
     try:
-        return chat.text_of(json.loads(record))
+        return chat.texts_of(json.loads(record))
     except ChatFault as fault:
         raise UserError(f"{where()}: {fault}") from fault
 
@@ -466,7 +479,7 @@ class UnitWriter:
         check_number(self._classes, f"sources.{self._source}")
         self._files["labels"].write(np.array(labels, dtype="<u4").tobytes())
         if self._duplicates.exact:
-            self._keys += [document_key(document.text) for document in batch]
+            self._keys += [document_key(document.key or document.text) for document in batch]
         # Conversations of one kind share most of their text: instructions, descriptions of tools.
         if self._duplicates.near and self._chat is None:
             self._bands.append(band_keys(signatures(ids)))

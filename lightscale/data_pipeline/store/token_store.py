@@ -339,6 +339,11 @@ class TokenSource:
         return LOSS_MASK in self._per_token
 
     @property
+    def holds_pairs(self) -> bool:
+        """Whether documents are preferences: the chosen answer to a prompt, then the rejected one."""
+        return bool(self.chat and self.chat.get("pairs"))
+
+    @property
     def has_origins(self) -> bool:
         """Whether it records the origins of its documents."""
         return self._origins is not None

@@ -61,11 +61,11 @@ def write_shards(directory: Path, tensors: Sequence[Written], *, shard_bytes: in
     """
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:
-        _write(directory / SINGLE, shards[0])
+        write_file(directory / SINGLE, shards[0])
         return [SINGLE]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        _write(directory / name, shard)
+        write_file(directory / name, shard)
     places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     total = {"total_size": sum(tensor.num_bytes for tensor in tensors)}
     index = json.dumps({"metadata": total, "weight_map": dict(sorted(places.items()))}, indent=2)
@@ -83,7 +83,8 @@ def _shards(tensors: Sequence[Written], shard_bytes: int) -> Iterator[list[Writt
     yield shard
 
 
-def _write(path: Path, tensors: Sequence[Written]) -> None:
+def write_file(path: Path, tensors: Sequence[Written]) -> None:
+    """Write ``tensors`` to the new file ``path``."""
     # The widest numbers first, as the format's own writer has it: every tensor begins at a multiple of its element.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

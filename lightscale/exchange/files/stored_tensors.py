@@ -69,6 +69,11 @@ class StoredTensors:
 
     def blocks(self, rows: TensorRows) -> Generator[Tensor]:
         """``rows`` in their order, some at a time: at most 4 MiB, or one row, valid until the next is asked for."""
+        for _, block in self._placed_blocks(rows):
+            yield block
+
+    def _placed_blocks(self, rows: TensorRows) -> Generator[tuple[int, Tensor]]:
+        """``blocks``, each with the number of its first row in the whole tensor."""
         shape = self._boxes[rows.key][0][1].box.shape
         dtype = self._dtype(rows.key)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -88,7 +93,7 @@ class StoredTensors:
                     for path, entry in self._boxes[rows.key]:
                         held += _copy(files.open(path), entry, block)
                     assert held == box.numel, f"{rows.key}: the checkpoint was verified"
-                    yield block.data
+                    yield first, block.data
 
     def check(self, expected: Mapping[str, TensorRows], shapes: Mapping[str, Shape]) -> None:
         """UserError unless the checkpoint has exactly the tensors that ``expected`` are rows of, in these shapes.

@@ -28,6 +28,7 @@ from lightscale.models.registry import shared_specs
 from lightscale.models.specs.tpe import TPESpec
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.tasks.interface import task_of
+from lightscale.training.base import check_base
 from lightscale.training.beginning import check_beginning
 from lightscale.training.branch import check_branch
 from lightscale.training.optimizer.registry import optimizer_spec
@@ -146,6 +147,7 @@ def check_inputs(config: RunConfig, directory: RunDirectory, allow: Collection[s
     _check_store(config)
     _check_tasks(config)
     check_beginning(config, directory)
+    check_base(config)
     check_branch(config, directory, allow)
     check_teacher(config)
 

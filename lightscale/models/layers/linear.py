@@ -115,6 +115,8 @@ class ReplicatedLinear(nn.Module):
         """x: (..., width_in) -> (..., width_out); without an input the weight, as of ``column_parallel``."""
         if x is None:
             return self.weight
+        if not self.weight.requires_grad:
+            return F.linear(x, self.weight)
         out: Tensor = tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce(
             x,
             self.weight,

@@ -45,7 +45,9 @@ def project(x: Tensor, *projections: Projection, phases: Phases | None = None) -
 
 
 def _joins(x: Tensor, projections: Sequence[Projection]) -> bool:
-    return x.is_cuda and sum(len(heads.activations) for _, heads in projections) <= MOST_PARTS
+    # Adapters hang on the calls of frozen layers.
+    is_trained = all(layer.weight.requires_grad for layer, _ in projections)
+    return x.is_cuda and is_trained and sum(len(heads.activations) for _, heads in projections) <= MOST_PARTS
 
 
 def _joint(layers: Sequence[Any]) -> tuple[Tensor, list[int]] | None:
@@ -56,7 +58,7 @@ def _joint(layers: Sequence[Any]) -> tuple[Tensor, list[int]] | None:
     is_plain = not any(
         getattr(one, "allreduce_dgrad", False) or getattr(one, "bias", None) is not None for one in layers
     )
-    if len(how) > 1 or not is_plain or not all(weight.requires_grad for weight in weights):
+    if len(how) > 1 or not is_plain:
         return None
     order = sorted(range(len(weights)), key=lambda number: weights[number].data_ptr())
     in_order = [weights[number] for number in order]

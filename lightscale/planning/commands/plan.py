@@ -146,7 +146,8 @@ def _flops_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
 def _memory_lines(planned: RunPlan) -> Iterable[tuple[str, str, str]]:
     memory = planned.memory
     yield "weights", _gib(memory.weights_bytes), f"{memory.parameters:,} parameters on this rank"
-    yield "gradients", _gib(memory.gradients_bytes), ""
+    trained = "" if memory.trained == memory.parameters else f"of {memory.trained:,} parameters of adapters"
+    yield "gradients", _gib(memory.gradients_bytes), trained
     yield "optimizer", _gib(memory.optimizer_bytes), ""
     tokens = planned.layout.micro_batch_size * planned.layout.rank_sequence_tokens
     yield "activations", _gib(memory.activations_bytes), f"{tokens:,} tokens at a time"

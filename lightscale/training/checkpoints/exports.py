@@ -65,10 +65,12 @@ class Exports:
         directory: of the run.
         journal: where each is recorded.
         every: steps between two of them; None: none are made, as on all ranks but one.
+        adapters: whether the run trains adapters, which are exported alone.
     """
 
-    def __init__(self, directory: RunDirectory, journal: Journal, *, every: int | None) -> None:
+    def __init__(self, directory: RunDirectory, journal: Journal, *, every: int | None, adapters: bool = False) -> None:
         self._run, self._journal, self._every = directory, journal, every
+        self._options = ["--adapter"] if adapters else []
         self._current: _Export | None = None
         self._failed: set[int] = set()
         self._last_reason = ""
@@ -152,7 +154,7 @@ class Exports:
         environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         output = tempfile.TemporaryFile()  # noqa: SIM115 - until the process has ended
         process = subprocess.Popen(
-            [*_COMMAND, f"{self._run.path}@{step}", "--to", str(self._path(step))],
+            [*_COMMAND, f"{self._run.path}@{step}", "--to", str(self._path(step)), *self._options],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -75,6 +75,8 @@ class Restored:
     """Their directories."""
     changes: tuple[str, ...] = ()
     """Differences of the environment that were allowed, one line each."""
+    base: Mapping[str, Any] | None = None
+    """The checkpoint with the frozen weights beside which adapters were trained; None: it holds a whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,7 @@ class Checkpoints:
         weights_only: bool = False,
         allow: Collection[str] = (),
         conversion: Conversion | None = None,
+        frozen: bool = False,
     ) -> Restored | None:
         """Read the newest intact checkpoint, or that of ``step``, into ``engine``; None if the run has no checkpoint.
 
@@ -131,6 +134,7 @@ class Checkpoints:
             allow: changes that are accepted: ``versions`` or ``versions.NAME`` of a package (see ``environment``), and
                 ``model.embedding_std`` (see ``_check_one_embedding``).
             conversion: with ``weights_only``, of a model with other mixers; the weights that it does not keep stay.
+            frozen: read the frozen weights of ``engine``, not those that it trains.
 
         Raises:
             NoGoodCheckpoint: all candidates are damaged; the message has one line for each.
@@ -165,7 +169,8 @@ class Checkpoints:
                 # Before the model: the state of another optimizer has other tensors.
                 if not weights_only:
                     _check_counters(path, contents.state, engine.counters())
-                wanted = _with_new_averages(engine.wanted_shards(weights_only=weights_only), contents.tensors)
+                wanted = engine.frozen_shards() if frozen else engine.wanted_shards(weights_only=weights_only)
+                wanted = _with_new_averages(wanted, contents.tensors)
                 self._check_same_model(path, wanted, contents.tensors, conversion)
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
@@ -175,6 +180,7 @@ class Checkpoints:
                 step=candidate.step,
                 path=path,
                 common=common,
+                base=manifest.facts.get("base"),
                 refused=tuple(refused.values()),
                 damaged=tuple(refused),
                 changes=changes,

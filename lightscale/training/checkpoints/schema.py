@@ -64,6 +64,12 @@ class _Layout(_Strict):
     data: _Ranks
 
 
+class _Base(_Strict):
+    checkpoint: _Text
+    step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
+    manifest: _Hash
+
+
 class Facts(_Strict):
     """The facts of a manifest that are read."""
 
@@ -77,6 +83,8 @@ class Facts(_Strict):
     config: _Text = ""
     attempt: _Count = 0
     tokenizer: _Text = ""
+    # Of adapters alone.
+    base: _Base | None = None
     layout: _Layout
     # Whether parameters that several pipeline stages hold were drawn alike; not in manifests from before they were.
     stage_copies: _Text = ""

@@ -23,7 +23,7 @@ import psutil
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.files import size_text
-from lightscale.models.accounting import parameter_shapes
+from lightscale.models.adapters import trained_shapes
 from lightscale.training.health.check_result import CheckResult
 from lightscale.training.health.control_group import lowest_limit
 
@@ -68,7 +68,7 @@ class Needs:
         cls, config: RunConfig | None, *, local_ranks: int, num_ranks: int, on_gpu: bool, are_running: bool = False
     ) -> "Needs":
         """Needs of training ``config``; None: of any command, so those of the processes themselves."""
-        shapes = {} if config is None else parameter_shapes(config.model)
+        shapes = {} if config is None else trained_shapes(config)
         parameters = sum(prod(shape) for shape in shapes.values())
         share = parameters // num_ranks
         has_exports = config is not None and config.checkpoint.export_every is not None

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.models.accounting import parameter_shapes
+from lightscale.models.adapters import trained_shapes
 from lightscale.models.attention_heads import clipped_rows
 from lightscale.models.matrices import matrices
 from lightscale.parallel.optimizer_spec import MatrixSpec, OptimizerSpec, RowRanges
@@ -17,13 +17,20 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     """The optimizer that section [optimizer] of ``config`` describes.
 
     Raises UserError for a pattern of a parameter group that names no parameter of the model, for a parameter in two
-    groups, for a pattern of ``optimizer.adamw`` that names no matrix, and for QK-clip of a model that it cannot clip.
+    groups, for a pattern of ``optimizer.adamw`` that names no matrix, and for QK-clip of a model that it cannot clip, or
+    whose weights are frozen beside adapters.
     """
     section = config.optimizer
     spec: OptimizerSpec = optimizer_class(section.name).from_config(section, config.total_steps)
     if isinstance(spec, MatrixSpec):
-        spec = replace(spec, matrices=_stepped_whole(spec, matrices(config.model)))
+        found = matrices(config.model) if config.adapters is None else _adapter_matrices(config)
+        spec = replace(spec, matrices=_stepped_whole(spec, found))
     if section.qk_clip is not None:
+        if config.adapters is not None:
+            raise UserError(
+                f"optimizer.qk_clip = {section.qk_clip}: queries and keys are frozen beside the adapters of "
+                f'adapter.name = "{config.adapter.name}"; remove optimizer.qk_clip'
+            )
         try:
             spec = replace(spec, qk_clip=section.qk_clip, clipped_rows=clipped_rows(config.model))
         except UserError as error:
@@ -32,8 +39,13 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
         spec = replace(spec, ema=section.ema)
     if section.groups:
         spec = replace(spec, groups=section.groups)
-        _check_groups(spec, list(parameter_shapes(config.model)))
+        _check_groups(spec, list(trained_shapes(config)))
     return spec
+
+
+def _adapter_matrices(config: RunConfig) -> dict[str, tuple[RowRanges, ...]]:
+    """A and B of each adapter."""
+    return {name: (((0, shape[0]),),) for name, shape in trained_shapes(config).items() if len(shape) == 2}
 
 
 def _stepped_whole(spec: MatrixSpec, found: dict[str, tuple[RowRanges, ...]]) -> dict[str, tuple[RowRanges, ...]]:

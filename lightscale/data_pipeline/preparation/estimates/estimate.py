@@ -325,7 +325,8 @@ def _kept_texts(
 
 def _text_of(chat: Chat, raw: RawDocument, source: str) -> str:
     try:
-        return chat.text_of(json.loads(valid_unicode(raw.data).text)).text
+        # Of a preference both, one after the other.
+        return "".join(one.text for one in chat.texts_of(json.loads(valid_unicode(raw.data).text)))
     except ChatFault as fault:
         raise UserError(f"{raw.id}: sources.{source}: {fault}") from fault
 

@@ -58,8 +58,8 @@ FORMATS: dict[str, InputFormatEntry] = {
     "arrow": InputFormatEntry(suffixes=(".arrow", ".feather"), cls="arrow:Arrow", is_stream=False, divides=True),
     "warc": InputFormatEntry(suffixes=(".warc", ".wet"), cls="warc:Warc", extra="web"),
 }
-CHAT = "chat"
-"""In place of a format: conversations in files of these formats, by suffix."""
+CHAT, PREFERENCE = "chat", "preference"
+"""In place of a format: conversations, or preferences, in files of these formats, by suffix."""
 RECORD_FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "arrow")
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2")
 _OTHER_PACKED_SUFFIXES = (".xz", ".zip", ".7z", ".tar", ".tgz")

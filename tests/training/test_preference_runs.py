@@ -1,0 +1,187 @@
+"""From a file of preferences to a run by the commands: pairs stay together, the reference is frozen, runs resume."""
+
+import json
+import math
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.data_pipeline.loading.packing import WholeWindows
+from lightscale.data_pipeline.loading.windows import PADDING
+from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
+from lightscale.data_pipeline.tokenizers import load_tokenizer
+from lightscale.runs.run_directory import RunDirectory, read_metrics
+from lightscale.training.checkpoints.directories import directory_name
+
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
+RunRanks = Callable[..., list[Any]]
+STEPS = 6
+LENGTH = 64
+CORPUS = """\
+tokenizer = "ascii"
+validation = 0.2
+[sources.sums]
+paths = ["sums.jsonl"]
+format = "preference"
+[sources.sums.chat]
+template = "t.jinja"
+"""
+RUN = f"""\
+[model]
+mixer = "tnl"
+vocab_size = 128
+num_layers = 2
+hidden_size = 32
+num_heads = 2
+intermediate_size = 48
+[data]
+store = "store"
+sequence_length = {LENGTH}
+packing = "whole"
+validation = {{held = {{source = "sums-validation", sequences = 8}}}}
+[optimizer]
+lr = 1e-2
+warmup_steps = 1
+[train]
+steps = {STEPS}
+global_batch_size = 4
+validate_every = {STEPS}
+[checkpoint]
+every = {STEPS // 2}
+"""
+BASE = ["train", "run.toml", "train.steps=2", "train.validate_every=2", "--run", "runs/base"]
+TUNE = ["train", "run.toml", "task.name=preference", "train.init_from=runs/base@2"]
+
+
+def records() -> list[dict[str, Any]]:
+    pairs = [(one, two) for one in range(1, 9) for two in range(9)]
+    found: list[dict[str, Any]] = [
+        {"prompt": f"{one}+{two}", "chosen": f"{one + two}", "rejected": f"{one + two + 1}, no"} for one, two in pairs
+    ]
+    # The same answers to another prompt, and the same pair once more.
+    found[1]["chosen"] = found[0]["chosen"]
+    found.append(found[0])
+    messages = [{"role": "user", "content": "2+2"}]
+    sides = {
+        side: [*messages, {"role": "assistant", "content": text}] for side, text in (("chosen", "4"), ("rejected", "5"))
+    }
+    return [*found, sides]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, records())))
+    (folder / "equal.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}))
+    (folder / "t.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}={% generation %}{{ m.content }}.{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    (folder / "corpus.toml").write_text(CORPUS)
+    (folder / "equal.toml").write_text(CORPUS.replace("sums.jsonl", "equal.jsonl"))
+    (folder / "run.toml").write_text(RUN)
+    return folder
+
+
+def on_one_process(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    lines = [
+        ["data", "prepare", "corpus.toml", "--out", "store"],
+        BASE,
+        [*TUNE, "--run", "runs/dpo"],
+        [
+            *TUNE,
+            "task.loss=simpo",
+            "train.init_from=none",
+            "train.steps=2",
+            "train.validate_every=0",
+            "--run",
+            "runs/simpo",
+        ],
+        [*TUNE, "adapter.name=lora", "task.loss=ipo", "train.validate_every=0", "--run", "runs/lora"],
+    ]
+    found = commands(rank, world_size, f"{init_method}-whole", folder, lines)
+    for name in ("resumed", "elsewhere"):
+        run = RunDirectory(f"runs/{name}")
+        shutil.copytree("runs/dpo", run.path)
+        shutil.rmtree(run.checkpoints / directory_name(STEPS))
+        run.status.unlink()
+    again = [
+        [*TUNE, "--run", "runs/resumed"],
+        ["data", "prepare", "equal.toml", "--out", "other"],
+        [*TUNE, "train.init_from=none", "--run", "runs/none"],
+        [*TUNE, "task.name=sft", "--run", "runs/none"],
+        [*TUNE, "data.sequence_length=16", "data.validation={}", "train.validate_every=0", "--run", "runs/none"],
+    ]
+    return [*found, *commands(rank, world_size, f"{init_method}-again", folder, again)]
+
+
+@pytest.mark.timeout(600)
+def test_preferences_are_learned_and_resumed(
+    folder: Path, run_ranks: RunRanks, steps_of: Callable[..., dict[int, tuple[Any, ...]]]
+) -> None:
+    (results,) = run_ranks(on_one_process, 1, str(folder), timeout_s=500)
+    codes, outputs = zip(*results, strict=True)
+    assert codes[:6] == (0,) * 6, results
+    assert all(codes[6:]), results
+    for output, message in zip(
+        outputs[6:],
+        [
+            "equal.jsonl, line 1: sources.sums: chosen and rejected are equal; remove the pair",
+            "compares the model with the one that it begins from; set train.init_from",
+            'holds pairs of answers, half of them rejected; use task.name = "preference"',
+            "a pair of answers has",
+        ],
+        strict=True,
+    ):
+        assert message in output
+    metrics = {
+        name: read_metrics(RunDirectory(folder / "runs" / name).metrics) for name in ("dpo", "resumed", "lora", "simpo")
+    }
+    # The model is its reference at the first step.
+    assert metrics["dpo"][0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert metrics["lora"][0]["loss"] == pytest.approx(25.0, rel=1e-5)
+    assert metrics["dpo"][-1]["loss"] < metrics["dpo"][0]["loss"]
+    held = metrics["dpo"][-1]["validation"]["held"]
+    assert held["loss"] < math.log(2) and held["accuracy"] > 0.5
+    assert steps_of(metrics["resumed"]) == steps_of(metrics["dpo"])
+    manifest = json.loads((folder / "runs/dpo/checkpoints" / directory_name(STEPS) / "MANIFEST.json").read_text())
+    assert manifest["base"]["checkpoint"].endswith("base/checkpoints/step-00000002")
+    lines = [[*TUNE, "parallel.sequence=2", "--run", "runs/elsewhere"]]
+    for ((code, stderr),) in run_ranks(commands, 2, str(folder), lines, timeout_s=300):
+        assert code == 0, stderr
+    found = read_metrics(RunDirectory(folder / "runs/elsewhere").metrics)
+    for one, other in zip(found[STEPS // 2 :], metrics["dpo"][STEPS // 2 :], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    store = TokenStore(folder / "store")
+    total = sum(check_pairs(store, store.sources[name]) for name in ("sums", "sums-validation"))
+    assert total == len(records()) - 1, "the pair that is there twice is dropped, both documents of it"
+
+
+def check_pairs(store: TokenStore, source: TokenSource) -> int:
+    """Windows hold whole pairs, all of them once, and only the answers count; the number of pairs."""
+    ends = source.document_ends(0, source.num_documents)
+    starts = np.concatenate([[0], ends[:-1]])
+    windows, seen, tokenizer = WholeWindows(source, LENGTH), list[int](), load_tokenizer(store.path)
+    for window in range(windows.num_windows):
+        slots, tokens = windows.document_ranges(window, 0, LENGTH)
+        tokens = tokens[tokens != PADDING]
+        numbers = np.searchsorted(starts, tokens)
+        assert (starts[numbers] == tokens).all() and len(numbers) % 2 == 0
+        assert (numbers[::2] + 1 == numbers[1::2]).all() and (numbers[::2] % 2 == 0).all()
+        assert (np.diff(slots)[: len(numbers) - 1] == (ends - starts)[numbers][:-1]).all()
+        # A sequence rank reads its part.
+        here = windows.document_ranges(window, LENGTH // 2, LENGTH)
+        assert set(here.slots.tolist()) <= set(slots.tolist())
+        seen += numbers.tolist()
+    assert sorted(seen) == list(range(source.num_documents))
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        text = tokenizer.decode(source.read(start + 1, end))
+        counted = source.loss_mask(start, end).astype(bool)
+        assert counted.sum() == len(text) - text.index("=") - 1
+        assert not counted[: text.index("=") + 2].any()
+    return source.num_documents // 2
