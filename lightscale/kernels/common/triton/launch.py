@@ -109,4 +109,6 @@ def split_chunks(num_chunks: int, num_programs: int, device: torch.device) -> in
     # No more splits than fill the GPU: each token of a row in several splits is read twice.
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // max(num_programs, 1)
     splits = max(min(wanted, num_chunks // _LEAST_SPLIT_CHUNKS), 1)
+    # Two passes over halves side by side take as long as one over the whole, which is read once.
+    splits = 1 if splits == 2 else splits
     return max(-(-num_chunks // splits), 1)

@@ -14,7 +14,7 @@ from lightscale.kernels.glu.triton.activations import slope
 def _tile_of(unit, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Head and channels (BLOCK,) of a part's tile."""
     tiles: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    return (unit // tiles).to(tl.int64), (unit % tiles) * BLOCK + tl.arange(0, BLOCK)
+    return unit // tiles, (unit % tiles) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i, j = row // J, row % J
     at, of_cos, of_sin = i * x_i + j * x_j, i * cos_i + j * cos_j, i * sin_i + j * sin_j
-    unit = tl.program_id(1)
+    unit = tl.program_id(1).to(tl.int64)
     # fmt: off
     units: tl.constexpr = HEADS_0 * ((WIDTH_0 + BLOCK - 1) // BLOCK)
     if unit < units:
@@ -245,7 +245,7 @@ def backward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i, j = row // J, row % J
     at, of_cos, of_sin = i * x_i + j * x_j, i * cos_i + j * cos_j, i * sin_i + j * sin_j
-    unit = tl.program_id(1)
+    unit = tl.program_id(1).to(tl.int64)
     # fmt: off
     units: tl.constexpr = HEADS_0 * ((WIDTH_0 + BLOCK - 1) // BLOCK)
     if unit < units:
