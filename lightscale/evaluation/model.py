@@ -13,7 +13,7 @@ from lightscale.data_pipeline.tokenizers import Tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run
 from lightscale.models.language_model import LanguageModel
-from lightscale.models.layers.adapter import merge_adapters
+from lightscale.models.low_rank import merge_adapters
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.rendezvous.rank_store import open_store
 from lightscale.training.base import read_base

@@ -242,7 +242,7 @@ class LanguageModel(LanguageModule):
         super().__init__(config, groups)
         self.model, self.vocab_size = model, vocab_size
         self.adapted: list[Any] = []
-        """Linear layers with adapters (``layers/adapter.py``)."""
+        """Linear layers with adapters (``low_rank.py``)."""
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = model.tie_word_embeddings and model.head is None
         self.model_type = ModelType.encoder_or_decoder

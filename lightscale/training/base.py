@@ -7,12 +7,9 @@ from typing import Any
 
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.models.adapters import check_adapter
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.runs.base import base_run
-from lightscale.training.beginning import kept_weights
-from lightscale.training.checkpoints.directories import checkpoints_of_step
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
 from lightscale.training.checkpoints.restore import Checkpoints, Restored
@@ -57,19 +54,3 @@ def read_base(config: RunConfig, engine: Engine) -> tuple[Base, Restored]:
     except UserError as error:
         raise UserError(f'train.init_from = "{directory.path}@{step}": {error}') from None
     return Base(checkpoint=restored.path, step=step, manifest=manifest), restored
-
-
-def check_base(config: RunConfig) -> None:
-    """UserError for adapters that ``config`` cannot have, or where the frozen model is missing; reads no weights."""
-    if not config.has_base:
-        return
-    check_adapter(config)
-    directory, step = base_run(config)
-    try:
-        checkpoints_of_step(directory.checkpoints, step)
-        if config.train.init_from is not None and kept_weights(config)[0] is not None:
-            raise UserError(
-                "its model differs from [model] of this run, and frozen weights are not drawn again; use its [model]"
-            )
-    except UserError as error:
-        raise UserError(f'train.init_from = "{directory.path}@{step}": {error}') from None

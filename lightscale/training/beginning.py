@@ -3,8 +3,9 @@
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.models.adapters import check_adapter
 from lightscale.models.conversion import Conversion, conversion, other_settings
-from lightscale.runs.base import refuse_adapters
+from lightscale.runs.base import base_run, refuse_adapters
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import checkpoints_of_step, list_steps
 
@@ -39,3 +40,19 @@ def check_beginning(config: RunConfig, directory: RunDirectory) -> None:
         kept_weights(config)
     except UserError as error:
         raise UserError(f'train.init_from = "{config.train.init_from}": {error}') from None
+
+
+def check_base(config: RunConfig) -> None:
+    """UserError for adapters that ``config`` cannot have, or where the frozen model is missing; reads no weights."""
+    if not config.has_base:
+        return
+    check_adapter(config)
+    directory, step = base_run(config)
+    try:
+        checkpoints_of_step(directory.checkpoints, step)
+        if config.train.init_from is not None and kept_weights(config)[0] is not None:
+            raise UserError(
+                "its model differs from [model] of this run, and frozen weights are not drawn again; use its [model]"
+            )
+    except UserError as error:
+        raise UserError(f'train.init_from = "{directory.path}@{step}": {error}') from None

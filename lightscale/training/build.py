@@ -8,7 +8,7 @@ from torch import nn
 from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.models.language_model import LanguageModel, language_model_chunks, transformer_config
-from lightscale.models.layers.adapter import add_adapters
+from lightscale.models.low_rank import add_adapters
 from lightscale.parallel.engine import Engine, Objective, Teaching
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.schema import RunConfig
-from lightscale.models.layers.adapter import without_adapters
+from lightscale.models.low_rank import without_adapters
 from lightscale.parallel.engine import Engine, MicroBatch, MicroBatchSums, Objective
 from lightscale.parallel.mesh import Mesh
 from lightscale.tasks.preference import PreferenceConfig

@@ -24,7 +24,7 @@ from lightscale.data_pipeline.loading.samples import (
     recorded_skips,
 )
 from lightscale.errors import UserError
-from lightscale.models.layers.adapter import begin_adapters
+from lightscale.models.low_rank import begin_adapters
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.records import Record

@@ -17,7 +17,7 @@ from lightscale.exchange.files.weights import exported_tensors, shape_of
 from lightscale.exchange.plain.model import CausalModel
 from lightscale.models.adapters import adapted_maps
 from lightscale.models.language_model import language_model_chunks, transformer_config
-from lightscale.models.layers.adapter import add_adapters
+from lightscale.models.low_rank import add_adapters
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
@@ -27,7 +27,7 @@ from lightscale.training.preference import PreferenceObjective
 
 TESTS = Path(__file__).parents[1]
 parity = SimpleNamespace(**runpy.run_path(str(TESTS / "helpers" / "parity.py")))
-forms = SimpleNamespace(**runpy.run_path(str(TESTS / "models" / "layers" / "test_adapter.py")))
+forms = SimpleNamespace(**runpy.run_path(str(TESTS / "models" / "test_low_rank.py")))
 RunRanks = Callable[..., list[Any]]
 TASKS = {
     "dpo": PreferenceConfig(loss="dpo", beta=0.3),

@@ -164,7 +164,7 @@ DRAWN_TASKS = sorted(
     if "teacher" not in task_class(name).options.model_fields and not task_class(name).compares_answers
 )
 """Names of the tasks that are drawn; see ``task.teacher`` and ``task.loss`` in ``NOT_DRAWN``. Nor is [adapter], whose
-layouts tests/models/layers/test_adapter.py compares with the merged form."""
+layouts tests/models/test_low_rank.py compares with the merged form."""
 
 
 def tables() -> dict[str, type[BaseModel]]:

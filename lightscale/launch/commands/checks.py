@@ -28,8 +28,7 @@ from lightscale.models.registry import shared_specs
 from lightscale.models.specs.tpe import TPESpec
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.tasks.interface import task_of
-from lightscale.training.base import check_base
-from lightscale.training.beginning import check_beginning
+from lightscale.training.beginning import check_base, check_beginning
 from lightscale.training.branch import check_branch
 from lightscale.training.optimizer.registry import optimizer_spec
 from lightscale.training.teacher import check_teacher

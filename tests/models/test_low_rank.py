@@ -13,13 +13,13 @@ from torch import Tensor
 from lightscale.config.schema import AdapterConfig
 from lightscale.models.adapters import LinearMap, adapted_maps, rank_adapter_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
-from lightscale.models.layers.adapter import add_adapters, merge_adapters
+from lightscale.models.low_rank import add_adapters, merge_adapters
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.optimizer.adamw import AdamW
 
-parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "parity.py")))
+parity = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "parity.py")))
 RunRanks = Callable[..., list[Any]]
 KINDS = {
     "lora": AdapterConfig(name="lora", r=3, lora_alpha=5.0),
