@@ -58,6 +58,9 @@ APART = [("lightscale.data_pipeline.preparation", "lightscale.data_pipeline.load
 LATE = {
     ("lightscale.parallel.mesh", "lightscale.parallel.cpu"),  # must not even be loaded where there is a GPU
     # Pillow is optional.
+    ("lightscale.launch.commands.predict", "lightscale.evaluation.prediction.image_files"),
+    ("lightscale.data_pipeline.augmentation.augment", "lightscale.data_pipeline.augmentation.pillow"),
+    ("lightscale.data_pipeline.augmentation.augment", "lightscale.data_pipeline.augmentation.rand_augment"),
     ("lightscale.data_pipeline.commands.images", "lightscale.data_pipeline.images.prepare"),
     # Behind the checks of arguments and runs: they import torch.
     # Only where lm-eval is installed.

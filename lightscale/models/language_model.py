@@ -340,6 +340,7 @@ class LanguageModel(LanguageModule):
         targets: SoftTargets | None = None,
         transfer: Sequence[LayerTarget] | None = None,
         z_loss: float = 0.0,
+        soft_labels: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass over this rank's segment of the rows.
 
@@ -367,6 +368,7 @@ class LanguageModel(LanguageModule):
                 errors (``transfer_losses``), and no other part of the model is computed.
             z_loss: with labels of ids, factor of log² Z in the losses (``linear_cross_entropy``); not 0: the losses,
                 and this term of them, (b, n) without a gradient.
+            soft_labels: with ``model.head``, (b, classes): distributions in place of the labels.
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -405,7 +407,7 @@ class LanguageModel(LanguageModule):
         if isinstance(self.output_layer, LabelHead):
             assert labels is not None, "labels of documents stand at their last tokens"
             logits, last = self.output_layer(hidden, context)
-            return label_losses(logits, last, labels, loss_mask, top=top)
+            return label_losses(logits, last, labels, loss_mask, top=top, soft_labels=soft_labels)
         if top:
             assert tuple(top) == (1,), "of ids only the most probable one is compared"
             assert labels is not None

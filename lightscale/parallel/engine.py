@@ -354,6 +354,7 @@ class Engine:
             loss_mask=batch.loss_mask,
             document_starts=batch.document_starts,
             lengths=batch.lengths,
+            **({} if batch.soft_labels is None else {"soft_labels": batch.soft_labels}),
             **how,
         )
         return output

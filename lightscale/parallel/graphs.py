@@ -54,6 +54,7 @@ class _Shape:
     packed: bool
     """Whether a document starts within a row."""
     has_sources: bool
+    has_soft_labels: bool
 
 
 def _shape_of(batch: MicroBatch) -> _Shape | None:
@@ -61,7 +62,9 @@ def _shape_of(batch: MicroBatch) -> _Shape | None:
     rows, tokens = batch.labels.shape
     if batch.document_starts is None or batch.lengths is not None or not tokens:
         return None
-    return _Shape(rows, tokens, len(batch.document_starts[0]) > rows, batch.sources is not None)
+    return _Shape(
+        rows, tokens, len(batch.document_starts[0]) > rows, batch.sources is not None, batch.soft_labels is not None
+    )
 
 
 class GraphInputs:
@@ -73,6 +76,7 @@ class GraphInputs:
         self.tokens, self.labels, self.loss_mask = batch.tokens.clone(), batch.labels.clone(), batch.loss_mask.clone()
         self.positions = batch.positions.clone()
         self.sources = None if batch.sources is None else batch.sources.clone()
+        self.soft_labels = None if batch.soft_labels is None else batch.soft_labels.clone()
         self.cu_seqlens = boundaries_of_tokens(self.positions) if shape.packed else None
         # Where every row is one document, they are the same for all micro-batches.
         starts = torch.arange(shape.rows) * shape.tokens
@@ -80,7 +84,7 @@ class GraphInputs:
 
     def fill(self, batch: MicroBatch) -> None:
         """Take the numbers of ``batch``, of the same shape."""
-        for name in ("tokens", "labels", "loss_mask", "positions", "sources"):
+        for name in ("tokens", "labels", "loss_mask", "positions", "sources", "soft_labels"):
             if (buffer := getattr(self, name)) is not None:
                 buffer.copy_(getattr(batch, name))
         if self.cu_seqlens is not None:

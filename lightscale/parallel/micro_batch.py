@@ -40,5 +40,9 @@ class MicroBatch(Protocol):
         """(b,) int64: the number of the source that each row is from; None where the engine has no ``num_sources``."""
 
     @property
+    def soft_labels(self) -> Tensor | None:
+        """(b, classes) fp32: distributions in place of labels of rows that are one document each; None: the labels."""
+
+    @property
     def lengths(self) -> Sequence[int] | None:
         """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""

@@ -55,6 +55,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",
     "data.stores": "stores may move; a checkpoint has their fingerprints and weights",
     "data.validation": "changes only measurements; the store marks the sources that are never trained on",
+    "task.augmentation.workers": "the same images, changed by other threads",
     "train.cuda_graphs": "the same numbers, launched in other portions",
     "train.device": "the same computation on other hardware",
     "train.micro_batch_size": "the same batch, summed in other portions",

@@ -6,11 +6,15 @@ last. The loss is the mean over images.
 """
 
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Literal
 
+from lightscale.config.augmentation import AugmentationConfig
 from lightscale.config.mixers import BIDIRECTIONAL, CAUSAL
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import TaskConfig
+from lightscale.config.section import Fraction
+from lightscale.data_pipeline.augmentation.augment import Augmentation
 from lightscale.data_pipeline.loading.images import Images
 from lightscale.data_pipeline.store.format import LABEL
 from lightscale.data_pipeline.store.token_store import TokenStore
@@ -23,6 +27,10 @@ class ClassifyImageConfig(TaskConfig):
     """[task] with name = "classify-image"."""
 
     name: Literal["classify-image"] = "classify-image"
+    label_smoothing: Fraction = 0.0
+    """Share of a training label that all classes have alike, as in torch's cross entropy; validation has none."""
+    augmentation: AugmentationConfig = AugmentationConfig()
+    """Random changes of training images; never of those of validation."""
 
 
 class ClassifyImage(TrainingTask):
@@ -40,32 +48,57 @@ class ClassifyImage(TrainingTask):
     def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
         """The store has images of the model's size, and every one a label of the model's; reads the labels."""
         assert model.head is not None and model.patches is not None and model.grid is not None, "checked before"
-        if store.image_shape != model.image_shape:
+        if not _fits(store.image_shape, model.image_shape):
             found = "no images" if store.image_shape is None else f"images of {_shown(store.image_shape)}"
             raise UserError(
                 f"{store.title} has {found}, and the model reads images of {_shown(model.image_shape)} "
                 f"(model.grid.shape = {model.grid.shape} times model.patches.size = {model.patches.size}, "
                 f"model.patches.channels = {model.patches.channels}); prepare the store with --images "
-                f"{'x'.join(map(str, model.image_shape or ()))}, or change these keys"
+                f"{'x'.join(map(str, model.image_shape or ()))}, or larger, or change these keys"
+            )
+        if self.config.augmentation.needs_pillow and find_spec("PIL") is None:
+            raise UserError(
+                "task.augmentation: crop_scale and rand_augment_ops need Pillow; pip install 'lightscale[images]', or "
+                "remove them"
             )
         for source in map(store.source, sources):
             check_labels(LABEL, store, source, model.head.num_labels)
 
     def targets(self, store: TokenStore, *, validation: bool) -> Images:
-        """The same in validation."""
-        model = self.model
+        """Images are changed, and labels smoothed, in training alone."""
+        model, config = self.model, self.config
         assert model.image_shape is not None and model.patches is not None and model.grid is not None, "checked before"
+        assert model.head is not None, "checked before"
         height, width = model.patches.size
+        # What is off has no part in the run's data.
+        changes = not validation and config.augmentation.description()
         return Images(
             shape=model.image_shape,
             patch=(height, width),
             leading_tokens=model.grid.leading_tokens,
             label=LABEL,
+            num_labels=model.head.num_labels,
+            label_smoothing=0.0 if validation else config.label_smoothing,
+            augmentation=Augmentation(
+                config=config.augmentation,
+                size=model.image_shape[:2],
+                mean=model.patches.mean,
+                std=model.patches.std,
+            )
+            if changes
+            else None,
         )
 
     def class_names(self, store: TokenStore) -> list[str]:
         """Those of the array of labels."""
         return store.classes.get(LABEL, [])
+
+
+def _fits(stored: tuple[int, int, int] | None, read: tuple[int, int, int] | None) -> bool:
+    """Whether images of the store hold those of the model: of larger ones, the middle or a crop is read."""
+    if stored is None or read is None or stored[2] != read[2]:
+        return False
+    return stored[0] >= read[0] and stored[1] >= read[1]
 
 
 def _shown(shape: tuple[int, int, int] | None) -> str:

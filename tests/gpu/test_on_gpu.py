@@ -40,6 +40,7 @@ class MicroBatch:
     positions: Tensor
     document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
+    soft_labels: None = None
 
 
 def error(found: Tensor, expected: Tensor) -> float:

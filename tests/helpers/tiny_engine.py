@@ -36,6 +36,7 @@ class MicroBatch:
     positions: Tensor
     document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
+    soft_labels: None = None
 
 
 def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[MicroBatch]:

@@ -35,6 +35,7 @@ class MicroBatch:
     document_starts: tuple[Tensor, Tensor]
     sources: Tensor | None = None
     lengths: None = None
+    soft_labels: None = None
 
 
 def batches(step: int, engine: Engine, *, tokens: int = 24) -> list[MicroBatch]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -72,6 +71,18 @@ MODELS = {
     "bi-rn": model_of(pooling="last", learned=True, mixer="bi-rn", norm="layernorm", intermediate_size=0),
     "causal": model_of(0, "last", mixer=["tnl", "lightnet"]),
 }
+CHANGED: dict[str, Any] = {
+    "label_smoothing": 0.1,
+    "augmentation": {
+        "crop_scale": [0.3, 1.0],
+        "horizontal_flip": 0.5,
+        "rand_augment_ops": 2,
+        "random_erasing": 0.5,
+        "mixup_alpha": 0.8,
+        "cutmix_alpha": 1.0,
+    },
+}
+SOFT = {"label_smoothing": 0.1, "augmentation": {"mixup_alpha": 1.0}}
 AXES = ({"tensor": 2}, {"pipeline": 2}, {"sequence": 2}, {"data": 2})
 
 
@@ -92,17 +103,19 @@ def write_store(path: Path) -> TokenStore:
     return TokenStore(path)
 
 
-def loader(path: Path, model: ModelConfig, *, seed: int = 0, **layout: int) -> TokenLoader:
+def loader(
+    path: Path, model: ModelConfig, *, seed: int = 0, task: dict[str, Any] | None = None, micro: int = 2, **layout: int
+) -> TokenLoader:
     store = TokenStore(path)
     assert model.grid is not None
     return TokenLoader(
         store,
         sequence_length=model.grid.document_tokens,
         global_batch_size=8,
-        micro_batch_size=2,
+        micro_batch_size=micro,
         seed=seed,
         layout=LoaderLayout(**layout),
-        targets=ClassifyImage(ClassifyImageConfig(), model).targets(store, validation=False),
+        targets=ClassifyImage(ClassifyImageConfig.model_validate(task or {}), model).targets(store, validation=False),
     )
 
 
@@ -180,6 +193,97 @@ def test_validation_has_every_image_once(tmp_path: Path) -> None:
     assert sorted(found) == list(range(21))
 
 
+def rows_of(batches: list[Batch]) -> dict[str, Tensor]:
+    names = ("tokens", "labels", "loss_mask", "soft_labels")
+    return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+
+
+def test_changed_images_are_the_same_on_every_layout_and_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="Pillow changes images")
+    path, model = write_store(tmp_path / "store").path, MODELS["vit"]
+    one = loader(path, model, task=CHANGED)
+    steps = [rows_of(one.next_step()) for _ in range(6)]
+    whole = torch.stack([step["tokens"] for step in steps])
+    assert len(whole.flatten(0, 1).flatten(1).unique(dim=0)) == 48, "each image another one in the second epoch"
+    for micro, ranks, sequence in ((1, 8, 1), (4, 2, 2), (8, 1, 5), (1, 2, 1)):
+        task = {**CHANGED, "augmentation": {**CHANGED["augmentation"], "workers": micro}}
+        for rank, part in itertools.product(range(ranks), range(sequence)):
+            place = {"data_rank": rank, "data_size": ranks, "sequence_rank": part, "sequence_size": sequence}
+            other = loader(path, model, task=task, micro=micro, **place)
+            # Of a run that stopped behind the fourth step, in the second epoch.
+            other.load_state_dict({**one.state_dict(), "tokens": 4 * one.tokens_per_step})
+            found = rows_of(other.next_step())
+            own = [row for row in range(8) if row // micro % ranks == rank]
+            columns = slice(part * 10 // sequence, (part + 1) * 10 // sequence)
+            for name, expected in steps[4].items():
+                cut = expected[own] if name == "soft_labels" else expected[own, columns]
+                assert torch.equal(found[name], cut), (name, micro, place)
+    for changes in ({"label_smoothing": 0.2}, {"augmentation": {"seed": 1}}, {"augmentation": {"mixup_alpha": 1.0}}):
+        other = loader(path, model, task={**CHANGED, **changes})
+        with pytest.raises(UserError, match=r"label smoothing 0.1, augmentation .*crop_scale \[0.3, 1.0\].* before"):
+            other.load_state_dict(one.state_dict())
+
+
+def test_mixed_pixels_and_labels_have_one_share(tmp_path: Path) -> None:
+    path, model = write_store(tmp_path / "store").path, MODELS["lightnet"]
+    flips = {"horizontal_flip": 0.5, "random_erasing": 0.5}
+    apart = loader(path, model, task={"augmentation": flips})
+    mixed = loader(path, model, task={"augmentation": {**flips, "mixup_alpha": 1.0}, "label_smoothing": 0.07})
+    shares = []
+    for _ in range(6):
+        batches = apart.next_step()
+        one, two = torch.cat([batch.tokens for batch in batches]).unflatten(0, (4, 2)).unbind(1)
+        labels = torch.cat([batch.labels[:, -1] for batch in batches]).view(4, 2)
+        found = rows_of(mixed.next_step())
+        for pair in range(4):
+            a, b = labels[pair].tolist()
+            for own, other, row in ((0, 1, 2 * pair), (1, 0, 2 * pair + 1)):
+                soft = (found["soft_labels"][row].double() - 0.01) / 0.93
+                assert float(soft.sum()) == pytest.approx(1)
+                assert int(found["labels"][row, -1]) == (a, b)[own]
+                images = (one[pair].double(), two[pair].double())
+                if a == b:
+                    assert float(soft[a]) == pytest.approx(1)
+                    continue
+                share = float(soft[(a, b)[own]])
+                assert float(soft[(a, b)[other]]) == pytest.approx(1 - share, abs=1e-6)
+                expected = share * images[own] + (1 - share) * images[other]
+                assert float((found["tokens"][row] - expected).abs().max()) <= 0.501
+                shares.append(share)
+    assert len(set(shares)) > 10
+
+
+def test_validation_is_never_changed(tmp_path: Path) -> None:
+    store, model = write_store(tmp_path / "store"), MODELS["vit"]
+    task = ClassifyImage(ClassifyImageConfig.model_validate(CHANGED), model)
+    plainly, changed = (
+        list(
+            validation_batches(
+                store.source("photos"),
+                sequence_length=10,
+                num_sequences=IMAGES,
+                micro_batch_size=4,
+                layout=LoaderLayout(),
+                targets=one.targets(store, validation=True),
+            )
+        )
+        for one in (ClassifyImage(ClassifyImageConfig(), model), task)
+    )
+    assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(plainly, changed, strict=True))
+    assert all(two.soft_labels is None for two in changed)
+
+
+def test_the_middle_of_larger_images_is_read(tmp_path: Path) -> None:
+    smaller = ModelConfig.model_validate({**MODELS["vit"].model_dump(), "grid": {"shape": [1, 3], "leading_tokens": 2}})
+    store = write_store(tmp_path / "store")
+    ClassifyImage(ClassifyImageConfig(), smaller).check_store(smaller, store, ["photos"])
+    made = loader(store.path, smaller)
+    numbers = [location.window for location in made.step_after(0).locations]
+    (first, *_) = made.next_step()
+    middle = pixels()[numbers[0]][1:3, 1:7]
+    assert np.array_equal(first.tokens[0, 2:].reshape(3, 2, 2, 3), middle.reshape(2, 3, 2, 3).swapaxes(0, 1))
+
+
 # ----- the model ----------------------------------------------------------------------------------------------------
 
 
@@ -201,9 +305,10 @@ def by_the_engine(
         with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=place, **layout) as mesh:
             engine = engine_of(mesh, MODELS[name], axes.get("recompute", "none"))
             of_rank = {"sequence_rank": mesh.sequence_rank, "sequence_size": mesh.sequence}
-            data = loader(path, MODELS[name], data_rank=mesh.data_rank, data_size=mesh.data, **of_rank)
+            data = loader(path, MODELS[name], task=SOFT, data_rank=mesh.data_rank, data_size=mesh.data, **of_rank)
             batches: list[Batch] = [batch.to(mesh.device) for batch in data.next_step()]
             scores, sums = engine.forward_only(batches, top=(1, 5)), engine.forward_backward(batches)
+            assert batches[0].soft_labels is not None
             assert abs(scores.loss - sums.loss) < 1e-9
             found.append({"loss": sums.loss, "tokens": sums.tokens, "correct": scores.correct})
             found[-1] |= {"gradients": parity.gradients(engine), "by_source": sums.by_source}
@@ -221,8 +326,9 @@ def disturbed(module: Any, batch: Batch) -> dict[str, Any]:
         module(batch.tokens, batch.positions, hidden_only=True), batch.positions
     )
     assert last.tolist() == [len(row) * (n + 1) - 1 for n, row in enumerate(batch.positions)]
-    labels = batch.labels[:, -1]
-    losses = -log_probability[torch.arange(len(labels)), labels]
+    assert batch.soft_labels is not None
+    how = {"loss_mask": batch.loss_mask, "soft_labels": batch.soft_labels}
+    losses = module(batch.tokens, batch.positions, batch.labels, **how)[:, -1]
     names = dict(named_parameters(module))
     gradients = torch.autograd.grad(losses @ torch.tensor([0.3, 1.1], dtype=torch.float64), list(names.values()))
     return {
@@ -231,7 +337,7 @@ def disturbed(module: Any, batch: Batch) -> dict[str, Any]:
         "gradients": dict(zip(names, gradients, strict=True)),
         "weights": plain.weights_of(module),
         "tokens": batch.tokens,
-        "labels": labels,
+        "soft_labels": batch.soft_labels,
     }
 
 
@@ -278,7 +384,7 @@ def plainly(model: ModelConfig, figures: dict[str, Any]) -> dict[str, Any]:
         pooled = {"mean": states.mean(0), "first": states[0], "last": states[-1]}[model.head.pooling]
         logits.append(leaves["output_layer.weight"] @ pooled)
     found = torch.log_softmax(torch.stack(logits), dim=-1)
-    losses = F.nll_loss(found, figures["labels"], reduction="none")
+    losses = -(figures["soft_labels"].double() * found).sum(-1)
     loss = losses @ torch.tensor([0.3, 1.1], dtype=torch.float64)
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     return {
@@ -414,7 +520,7 @@ def test_stores_that_do_not_fit_are_named(store: Path) -> None:
     opened, task = TokenStore(store), ClassifyImage(ClassifyImageConfig(), MODELS["vit"])
     task.check_store(MODELS["vit"], opened, ["photos"])
     grey = ModelConfig.model_validate({**RUN["model"], "patches": {"size": [2, 2], "channels": 1}})
-    message = r"has images of 4 x 8 x 3 .* reads images of 4 x 8 x 1 .*--images 4x8x1, or change"
+    message = r"has images of 4 x 8 x 3 .* reads images of 4 x 8 x 1 .*--images 4x8x1, or larger, or change"
     with pytest.raises(UserError, match=message):
         task.check_store(grey, opened, ["photos"])
     few = ModelConfig.model_validate({**RUN["model"], "head": {"num_labels": 3}})

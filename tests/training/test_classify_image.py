@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from lightscale.cli import main
+from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name
 
-pytest.importorskip("PIL", reason="images are decoded by Pillow")
+Image = pytest.importorskip("PIL.Image", reason="images are decoded by Pillow")
 commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
 RunRanks = Callable[..., list[Any]]
 STEPS, LABELS = 24, 4
@@ -31,6 +32,8 @@ WORDS = [
     f"train.validate_every={STEPS}",
     f"checkpoint.every={STEPS - 4}",
     "optimizer.warmup_steps=1",
+    "task.label_smoothing=0.05",
+    "task.augmentation={crop_scale=[0.8, 1.0], rand_augment_ops=1, rand_augment_magnitude=2, mixup_alpha=0.2}",
 ]
 
 
@@ -93,6 +96,56 @@ def test_a_resumed_run_is_the_same_also_on_other_ranks(
     assert other[-1]["validation"]["held"]["accuracy"] == lines[-1]["validation"]["held"]["accuracy"]
 
 
+def predict_on_four(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    words = ["predict", "runs/one", "--file", "photos"]
+    layouts = {
+        "a": ["parallel.pipeline=2", "parallel.sequence=2"],
+        "b": ["parallel.tensor=2"],
+        "c": ["--row-tokens=64"],
+    }
+    asked = [[*words, *layout, f"--out={name}.jsonl"] for name, layout in layouts.items()]
+    vectors = [[*words, *layouts[name], "--embed=mean", f"--out=vectors-{name}.jsonl"] for name in "ab"]
+    return commands(rank, world_size, init_method, folder, [*asked, *vectors])
+
+
+def predicted(path: Path) -> dict[str, dict[str, Any]]:
+    return {one["file"]: one for one in map(json.loads, path.read_text().splitlines())}
+
+
+def test_files_are_predicted_as_validation_does(
+    trained: Path, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    source = TokenStore(Path("store")).source("a-validation")
+    labels = source.document_values("label", 0, source.num_documents).tolist()
+    for number, pixels in enumerate(source.document_values("image", 0, source.num_documents)):
+        path = Path("photos") / "some" / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.reshape(8, 8)).save(path)
+    assert main(["predict", "runs/one", "--file", "photos", "--out", "one.jsonl"]) == 0
+    found = predicted(Path("one.jsonl"))
+    assert list(found) == [f"photos/some/{number:03}.png" for number in range(len(labels))]
+    rows = list(zip(found.values(), map(str, labels), strict=True))
+    assert all(sum(one["classes"].values()) == pytest.approx(1, abs=1e-5) for one, _ in rows)
+    # The trainer's own numbers, of the same checkpoint.
+    measured = read_metrics(Path("runs/one/metrics.jsonl"))[-1]["validation"]["held"]
+    losses = [-np.log(one["classes"][label]) for one, label in rows]
+    assert np.mean(losses) == pytest.approx(measured["loss"], abs=1e-5)
+    assert np.mean([one["class"] == label for one, label in rows]) == pytest.approx(measured["accuracy"], abs=1e-9)
+    for results in run_ranks(predict_on_four, 4, str(trained), timeout_s=300):
+        assert [code for code, _ in results] == [0] * 5, results
+    for name in "abc":
+        other = predicted(Path(f"{name}.jsonl"))
+        assert list(other) == list(found)
+        for one, two in zip(found.values(), other.values(), strict=True):
+            assert two["classes"] == pytest.approx(one["classes"], abs=1e-6)
+    one, two = (predicted(Path(f"vectors-{name}.jsonl")) for name in "ab")
+    assert len(one) == len(labels)
+    for path, vector in one.items():
+        assert len(vector["embedding"]) == 32
+        assert vector["embedding"] == pytest.approx(two[path]["embedding"], abs=1e-5)
+
+
 def test_commands_know_images(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +156,16 @@ def test_commands_know_images(
     assert all(one["documents"][0]["document"] == one["window"] for one in step["samples"])
     assert main(["plan", *WORDS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"]["embedding"] == 32 * 5
+    Path("odd").mkdir()
+    for name, shape in (("wide", (8, 9)), ("red", (8, 8, 3))):
+        Image.fromarray(np.zeros(shape, dtype=np.uint8)).save(f"odd/{name}.png")
+    Path("odd/broken.png").write_bytes(Path("odd/red.png").read_bytes()[:40])
+    words = ["predict", "runs/one", "--file", "odd/wide.png", "--resize", "crop", "--top", "2", "--json"]
+    assert main(words) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert found["file"] == "odd/wide.png"
+    assert len(found["classes"]) == 2
+    assert found["class"] == max(found["classes"], key=found["classes"].get)
     # Of other classes: numbers alone would fit.
     with np.load("a.npz") as arrays:
         np.savez("named.npz", images=arrays["images"], labels=np.array(list("gfed"))[arrays["labels"]])
@@ -110,9 +173,21 @@ def test_commands_know_images(
     of_named = ["data.validation={held={store='named', source='named', sequences=9}}"]
     for words, message in {
         ("generate", "runs/one", "--prompt", "a"): "score and generate text; use a run of texts",
-        ("predict", "runs/one", "--file", "x.jsonl"): 'its task.name = "classify-image"',
+        ("predict", "runs/one", "--file", "nowhere"): "--file nowhere: no such file or directory",
+        ("predict", "runs/one", "--file", "runs"): "--file runs: no images are there; their names end in .bmp",
+        (
+            "predict",
+            "runs/one",
+            "--file",
+            "odd/wide.png",
+        ): "wide.png: the image has 8 x 9 pixels, and the model of 8x8x1",
+        ("predict", "runs/one", "--file", "odd/red.png"): "has mode RGB, and the model of 8x8x1 needs L; use --convert",
+        ("predict", "runs/one", "--file", "odd/broken.png"): "broken.png: the image is broken (",
+        ("predict", "runs/one", "parallel.sequence=3", "--file", "odd/red.png", "--convert-modes"): "parallel.sequence",
         ("export", "runs/one", "--to", "export"): "models of images cannot be loaded or exported",
         ("train", *WORDS, *of_named, "--run", "runs/x"): "label 0 is the class d, and 0 in data.store = store; prepare",
+        ("train", *WORDS, "task.label_smoothing=0.1", "--run", "runs/one"): "--allow-change task.label_smoothing",
+        ("train", *WORDS, "task.augmentation.crop_scale=[2.0, 1.0]", "--run", "runs/x"): "a number > 0 and <= 1",
         ("train", "listops-tiny", "data.store=store", "--run", "runs/text"): "data.store = store has images",
         ("train", *WORDS, "model.grid.shape=[2, 4]", "data.sequence_length=8", "--run", "runs/x"): "--images 4x8x1",
     }.items():

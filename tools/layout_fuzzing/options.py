@@ -76,6 +76,12 @@ NUMBERS: dict[str, list[Any]] = {
     "task.mlm_probability": [0.15, 0.5],
     "task.mask_replace_prob": [0.8, 0.5],
     "task.random_replace_prob": [0.1, 0.3],
+    "task.label_smoothing": [0.0, 0.2],
+    "task.augmentation": [
+        {},
+        {"horizontal_flip": 0.5, "rand_augment_ops": 2, "mixup_alpha": 0.8},
+        {"crop_scale": [0.2, 1.0], "random_erasing": 0.5, "cutmix_alpha": 1.0},
+    ],
     # The first of three steps is of shorter sequences.
     "data.curriculum": [[], [{"sequence_length": TOKENS // 2, "until_tokens": 1}]],
     "train.micro_batch_size": [1, 2],

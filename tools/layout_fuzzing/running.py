@@ -131,6 +131,7 @@ class _Case:
             SimpleNamespace(
                 **{name: getattr(batch, name)[:, own] for name in names},
                 sources=batch.sources,
+                soft_labels=batch.soft_labels,
                 document_starts=None,
                 lengths=lengths,
             )

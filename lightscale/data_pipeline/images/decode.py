@@ -40,6 +40,13 @@ class ImageForm:
     """crop: cover the shape, and cut the centre; stretch: scale both axes; None: refuse other sizes."""
     convert: bool = False
     """Whether other modes of Pillow become grey or RGB; alpha channels are dropped."""
+    asked_by: str = "--images"
+    """What asks for the shape, in messages."""
+
+    @property
+    def needs(self) -> str:
+        """Beginning of a message about an image of another form."""
+        return f"{self.asked_by} {'x'.join(map(str, self.shape))} needs"
 
     def __post_init__(self) -> None:
         if self.shape[2] not in _MODES:
@@ -75,15 +82,14 @@ def decoded(data: bytes | Pixels, form: ImageForm, where: str) -> Pixels | Broke
     if image.mode != _MODES[channels]:
         if not form.convert:
             raise UserError(
-                f"{where}: the image has mode {image.mode}, and --images {height}x{width}x{channels} needs "
-                f"{_MODES[channels]}; use --convert-modes"
+                f"{where}: the image has mode {image.mode}, and {form.needs} {_MODES[channels]}; use --convert-modes"
             )
         image = image.convert(_MODES[channels])
     if image.size != (width, height):
         if form.resize is None:
             raise UserError(
-                f"{where}: the image has {image.height} x {image.width} pixels, and --images "
-                f"{height}x{width}x{channels} needs {height} x {width}; use --resize crop or --resize stretch"
+                f"{where}: the image has {image.height} x {image.width} pixels, and {form.needs} {height} x {width}; "
+                "use --resize crop or --resize stretch"
             )
         fit = ImageOps.fit if form.resize == "crop" else Image.Image.resize
         image = fit(image, (width, height), Image.Resampling.BICUBIC)

@@ -26,7 +26,7 @@ from lightscale.data_pipeline.preparation.readers.inputs import MISSING
 from lightscale.data_pipeline.preparation.readers.interface import one_line
 from lightscale.errors import UserError
 
-_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _ROWS_AT_ONCE = 256
 
 
@@ -119,10 +119,10 @@ class Tars(ImageFiles):
                         key, sample = f"{folder}/{stem}", {}
                     kind = f".{extension.lower()}"
                     content = b""
-                    if with_images or kind not in _SUFFIXES:
+                    if with_images or kind not in SUFFIXES:
                         file = tar.extractfile(member)
                         content = b"" if file is None else file.read()
-                    sample["image" if kind in _SUFFIXES else kind] = member.name, content
+                    sample["image" if kind in SUFFIXES else kind] = member.name, content
                 yield from self._sample(path, sample)
         except (tarfile.TarError, OSError, EOFError) as error:
             raise UserError(f"{path}: cannot be read as a tar file ({one_line(error)}); write it again") from error
@@ -234,7 +234,7 @@ class Arrays(ImageFiles):
 
 
 _KINDS: dict[str, type[ImageFiles]] = {
-    **dict.fromkeys(_SUFFIXES, Folders),
+    **dict.fromkeys(SUFFIXES, Folders),
     ".tar": Tars,
     ".parquet": Parquets,
     ".npz": Arrays,

@@ -1,11 +1,13 @@
 """Images as rows: one document each, cut into patches; labels at the last token. Without torch."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightscale.data_pipeline.augmentation.augment import Augmentation, centre_crop, neighbour, soft_labels
 from lightscale.data_pipeline.loading.targets import DocumentRanges
 from lightscale.data_pipeline.store.format import IMAGE
 from lightscale.data_pipeline.store.token_store import TokenSource
@@ -30,6 +32,13 @@ class ImageWindows:
         return f"{self.num_windows:,} images of {self.sequence_length:,} tokens"
 
 
+class ImageAt(NamedTuple):
+    """An image of a source."""
+
+    source: TokenSource
+    number: int
+
+
 class ReadImages(NamedTuple):
     """Rows of n tokens."""
 
@@ -39,39 +48,87 @@ class ReadImages(NamedTuple):
     """(b, n): the label at the last token."""
     counted: NDArray[np.float32]
     """(b, n): 1 at the last token."""
+    soft_labels: NDArray[np.float32] | None
+    """(b, classes): see ``Batch``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Reads images as rows of patches: a pure function of the image's number."""
+    """Reads images as rows of patches: a pure function of the image's number and turn."""
 
     shape: tuple[int, int, int]
-    """(height, width, channels) of an image."""
+    """(height, width, channels) of the model's images; those of the store are at least as large."""
     patch: tuple[int, int]
     """(height, width) of a patch; divides the image."""
     leading_tokens: int
     """Tokens of a row before its patches."""
     label: str
     """Name of the array with the labels."""
+    num_labels: int
+    label_smoothing: float = 0.0
+    """Share of a label that all labels have alike."""
+    augmentation: Augmentation | None = None
+    """None: the middle of each image as it is."""
 
-    def __call__(self, images: list[tuple[TokenSource, int]]) -> ReadImages:
-        """The rows of ``images``, (source, number) each."""
-        pixels = np.stack([source.document_values(IMAGE, number, number + 1)[0] for source, number in images])
-        found = self.patches(pixels.reshape(len(images), *self.shape))
-        labels = np.zeros(found.shape[:2], dtype=np.int32)
-        labels[:, -1] = [source.document_values(self.label, number, number + 1)[0] for source, number in images]
+    def __call__(
+        self, turns: Sequence[int], images: Mapping[int, ImageAt], image_at: Callable[[int], ImageAt]
+    ) -> ReadImages:
+        """The rows of ``turns``, whose ``images`` are given; ``image_at`` finds others that are mixed into them."""
+        mixing = self.augmentation is not None and self.augmentation.config.mixes
+        others = {neighbour(turn) for turn in turns} - images.keys() if mixing else ()
+        needed = {**images, **{turn: image_at(turn) for turn in sorted(others)}}
+        read = {turn: self._pixels(*image) for turn, image in needed.items()}
+        labels = {
+            turn: int(image.source.document_values(self.label, image.number, image.number + 1)[0])
+            for turn, image in needed.items()
+        }
+        pairs = [(labels[turn], labels[turn], 1.0) for turn in turns]
+        if self.augmentation is None:
+            rows = [centre_crop(read[turn], self.shape[:2]) for turn in turns]
+        else:
+            read = self.augmentation.images(read)
+            rows = [read[turn] for turn in turns]
+            if mixing:
+                mixed = [self.augmentation.mixed(read, turn) for turn in turns]
+                rows = [pixels for pixels, _ in mixed]
+                pairs = [
+                    (labels[turn], labels[neighbour(turn)], share)
+                    for turn, (_, share) in zip(turns, mixed, strict=True)
+                ]
+        found = as_patches(np.stack(rows), self.patch, self.leading_tokens)
+        of_rows = np.zeros(found.shape[:2], dtype=np.int32)
+        of_rows[:, -1] = [labels[turn] for turn in turns]
         counted = np.zeros(found.shape[:2], dtype=np.float32)
         counted[:, -1] = 1
-        return ReadImages(found, labels, counted)
-
-    def patches(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """(b, height, width, channels) -> (b, n, p): patches row by row, in each pixels row by row, channels last."""
-        (height, width, channels), (h, w) = self.shape, self.patch
-        blocks = pixels.reshape(-1, height // h, h, width // w, w, channels).swapaxes(2, 3)
-        tokens = blocks.reshape(len(pixels), -1, h * w * channels)
-        return np.concatenate([np.zeros_like(tokens[:, :1]).repeat(self.leading_tokens, axis=1), tokens], axis=1)
+        soft = None
+        if mixing or self.label_smoothing:
+            soft = soft_labels(pairs, num_labels=self.num_labels, smoothing=self.label_smoothing)
+        return ReadImages(found, of_rows, counted, soft)
 
     def description(self) -> str:
         """Inputs beside the store that decide its results; compared when a run is resumed."""
         size = " x ".join(map(str, self.patch))
-        return f"classify-image {self.label}, patches of {size}, {self.leading_tokens} leading tokens"
+        changes = "" if self.augmentation is None else f", augmentation {self.augmentation.config.description()}"
+        smoothing = f", label smoothing {self.label_smoothing}" if self.label_smoothing else ""
+        return (
+            f"classify-image {self.label}, patches of {size}, {self.leading_tokens} leading tokens{smoothing}{changes}"
+        )
+
+    @staticmethod
+    def _pixels(source: TokenSource, number: int) -> NDArray[np.uint8]:
+        """(h, w, c) of an image as it is stored."""
+        assert source.image_shape is not None, "a source of images"
+        pixels: NDArray[np.uint8] = source.document_values(IMAGE, number, number + 1)[0]
+        return pixels.reshape(source.image_shape)
+
+
+def as_patches(pixels: NDArray[np.uint8], patch: tuple[int, int], leading_tokens: int) -> NDArray[np.uint8]:
+    """(b, height, width, channels) -> (b, n, p), the tokens of images: ``leading_tokens`` of zeros, then patches.
+
+    Patches of (height, width) ``patch`` come row by row, in each its pixels row by row, channels last.
+    """
+    b, height, width, channels = pixels.shape
+    h, w = patch
+    blocks = pixels.reshape(b, height // h, h, width // w, w, channels).swapaxes(2, 3)
+    tokens = blocks.reshape(b, -1, h * w * channels)
+    return np.concatenate([np.zeros_like(tokens[:, :1]).repeat(leading_tokens, axis=1), tokens], axis=1)

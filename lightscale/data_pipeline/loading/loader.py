@@ -8,6 +8,7 @@ The layout is applied last; neither it nor the length of the run enters the orde
 the same samples, and a run resumes on another number of ranks. The loader's state is the number of consumed tokens.
 """
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -214,6 +215,7 @@ class TokenLoader:
                     padding_id=padding_id,
                     range_starts=range_starts,
                     source_numbers=self._source_numbers,
+                    row_at=functools.partial(self._row_at, here),
                 )
             )
         return batches
@@ -321,6 +323,11 @@ class TokenLoader:
             upcoming = self._upcoming = self._find_rows(here, start)
         return upcoming[key]
 
+    def _row_at(self, here: _StageOrder, sample: int) -> Row:
+        """The window of one sample, of this rank or of another."""
+        (location,) = here.order(np.array([sample])).each(self.mixture.names)
+        return here.windows[location.source], location.window
+
     def _find_rows(self, here: _StageOrder, start: int) -> dict[tuple[int, int], _MicroBatch]:
         """(start of the curriculum stage, first sample) to micro-batch, for this rank's next ones from ``start`` on."""
         b = here.stage.micro_batch_size
@@ -417,7 +424,7 @@ def validation_batches(
 
 
 def _concat_windows(source: TokenSource, sequence_length: int) -> ConcatWindows | ImageWindows:
-    return (ImageWindows if source.holds_images else ConcatWindows)(source, sequence_length)
+    return (ImageWindows if source.image_shape else ConcatWindows)(source, sequence_length)
 
 
 def _read(
@@ -432,7 +439,8 @@ def _read(
     **how: Any,
 ) -> Batch:
     if isinstance(targets, Images):
-        return read_images(rows, first, last, targets, **how)
+        return read_images(rows, first, last, targets, places, **how)
+    how.pop("row_at", None)
     how |= {"buffers": buffers, "padding_id": padding_id}
     if targets is None:
         return read_batch(rows, first, last, **how)

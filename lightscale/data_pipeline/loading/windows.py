@@ -8,7 +8,7 @@ documents whole. Reading, labels and the segment of a sequence rank are the same
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.loading.buffers import Buffers
-from lightscale.data_pipeline.loading.images import Images
+from lightscale.data_pipeline.loading.images import ImageAt, Images
 from lightscale.data_pipeline.loading.targets import PADDING, DocumentRanges, RowDocuments, Targets, WholeRows
 from lightscale.data_pipeline.store.token_store import TokenSource
 from lightscale.errors import UserError
@@ -52,6 +52,8 @@ class Batch:
     """(b,) int64: which source each row is from, all of its tokens: its number in the loader's mixture."""
     host_starts: tuple[torch.Tensor, torch.Tensor] | None = None
     """``start_slots`` and ``start_positions`` as they were made; None where they have not moved."""
+    soft_labels: torch.Tensor | None = None
+    """(b, classes) fp32: the distribution that the label of each row's one document stands for; None: the label."""
     tokens_after: torch.Tensor | None = None
     """(b,) int64 on the host: tokens of each row's last document range behind the segment; None where only earlier
     tokens are read."""
@@ -106,7 +108,8 @@ class Batch:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         # Positions are not among them: they are made on the device, of the few numbers that start the ranges.
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _ON_HOST}
+        moving = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in _ON_HOST)
+        return {name: tensor for name, tensor in moving if tensor is not None}
 
 
 class Windows(Protocol):
@@ -288,15 +291,28 @@ def read_images(
     first: int,
     last: int,
     images: Images,
+    places: Sequence[int],
     *,
+    row_at: Callable[[int], Row] | None = None,
     range_starts: RangeStarts | None = None,
     source_numbers: Mapping[str, int] | None = None,
 ) -> Batch:
-    """The slots ``first`` … ``last`` - 1 of each of ``rows``, which are images; arguments as of ``read_batch``."""
+    """The slots ``first`` … ``last`` - 1 of each of ``rows``, which are images; arguments as of ``read_batch``.
+
+    ``places``: of each row, see ``WholeRows``; ``row_at``: that of a sample, for mixed images; None: none are mixed.
+    """
     length = rows[0][0].sequence_length
     slots, positions = range_starts or find_range_starts(rows, first, last)
-    made = images([(windows.source, number) for windows, number in rows])
-    patches, labels, counted = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made)
+
+    def image_at(turn: int) -> ImageAt:
+        assert row_at is not None, "images are mixed in training"
+        windows, number = row_at(turn)
+        return ImageAt(windows.source, number)
+
+    turns = [place // length for place in places]
+    found = {turn: ImageAt(windows.source, number) for turn, (windows, number) in zip(turns, rows, strict=True)}
+    made = images(turns, found, image_at)
+    patches, labels, counted = (torch.from_numpy(np.ascontiguousarray(array[:, first:last])) for array in made[:3])
     return Batch(
         tokens=patches,
         labels=labels,
@@ -304,6 +320,7 @@ def read_images(
         start_slots=torch.from_numpy(slots),
         start_positions=torch.from_numpy(positions),
         sources=torch.tensor([(source_numbers or {}).get(windows.source.name, 0) for windows, _ in rows]),
+        soft_labels=None if made.soft_labels is None else torch.from_numpy(made.soft_labels),
         tokens_after=torch.full((len(rows),), length - last),
     )
 

@@ -295,8 +295,8 @@ class TokenSource:
         origins lead to.
         """
         self.name, self.directory = name, directory
-        self.holds_images = False
-        """Whether its documents are images; its store sets it."""
+        self.image_shape: tuple[int, int, int] | None = None
+        """Of the images that its documents are; its store sets it."""
         group = ArrayGroup(directory, is_checked=is_checked)
         self.split = group.text("split")
         if self.split not in SPLITS:
@@ -472,7 +472,7 @@ class TokenStore:
             name: TokenSource(path / name, name, is_checked=root.is_checked, files=files) for name in root.sources
         }
         for source in self.sources.values():
-            source.holds_images = self.image_shape is not None
+            source.image_shape = self.image_shape
             _check_images(source, self.image_shape)
         self.title = str(path)
         """Its name in messages."""

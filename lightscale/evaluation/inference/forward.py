@@ -85,7 +85,7 @@ class Forward:
             read: makes of this rank's segment of a batch, and of what would enter the output layer there
                 (n / tensor, b, d), what comes with the segment.
         """
-        b, n = batches[0].columns.tokens.shape
+        b, n = batches[0].columns.positions.shape
         assert n % self.align == 0, f"rows of {n} tokens on ranks that share {self.align}"
         own = [self._own(rows.columns) for rows in batches]
         outputs: list[Tensor] = get_forward_backward_func()(

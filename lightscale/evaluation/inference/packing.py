@@ -8,7 +8,7 @@ that all ranks come to the same rows.
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,7 +152,8 @@ def pack(nodes: Sequence[TreeNode], row_tokens: int) -> list[list[Placed]]:
 class Columns(NamedTuple):
     """Some columns of rows: (b, n) tokens and positions, and (m,) their scored places."""
 
-    tokens: NDArray[np.int64]
+    tokens: NDArray[Any]
+    """Of images (b, n, p) uint8."""
     positions: NDArray[np.int64]
     chosen: NDArray[np.int64]
     """Indices into the b·n tokens, row after row."""

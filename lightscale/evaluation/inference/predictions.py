@@ -76,6 +76,8 @@ class Predictor:
         self, documents: Sequence[Ids], width: int, pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> NDArray[np.float64]:
         """(documents, width): what ``pool`` gives of each where it ends."""
+        if self._model.model.patches is not None:
+            return self._of_images(np.stack(documents), width, pool)
 
         def read(own: Columns, hidden: Tensor) -> Tensor:
             # Also where no document ends: sequence ranks exchange what they have of each.
@@ -111,6 +113,48 @@ class Predictor:
                     num_found[...] += len(here.chosen)
                 self._advance()
 
+        self._collect(find, values, num_found)
+        return values
+
+    def _of_images(
+        self, images: NDArray[np.uint8], width: int, pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> NDArray[np.float64]:
+        """As ``_of_documents``; images: (m, n, p). A row is one image, as in training."""
+        count, tokens = images.shape[:2]
+        rows = min(count, max(1, self._row_tokens // tokens))
+        values = np.zeros((count, width))
+        num_found = np.zeros((), dtype=np.int64)
+
+        positions = np.tile(np.arange(tokens), (rows, 1))
+
+        def rows_from(first: int) -> Rows:
+            numbers = np.arange(first, min(first + rows, count), dtype=np.int32)
+            # All passes have one shape: rows beyond the last image are read by nobody.
+            inputs = images[np.minimum(np.arange(first, first + rows), count - 1)]
+            chosen, nothing = np.arange(1, len(numbers) + 1) * tokens - 1, np.zeros_like(numbers)
+            return Rows(columns=Columns(inputs, positions, chosen, nothing, numbers, nothing))
+
+        def read(own: Columns, hidden: Tensor) -> Tensor:
+            # Also where no image ends: sequence ranks exchange what they have of each.
+            found, last = pool(hidden, self._forward.to_device(own.positions))
+            return found[torch.searchsorted(last, self._forward.to_device(own.chosen))].double()
+
+        def find() -> None:
+            self._model.eval()
+            firsts = range(self._mesh.data_rank * rows, count, self._mesh.data * rows)
+            for start in range(0, len(firsts), self._at_once):
+                some = firsts[start : start + self._at_once]
+                for own, found in self._forward.run(list(map(rows_from, some)), read):
+                    if self._forward.answers:
+                        values[own.numbers] = found.cpu().numpy()
+                        num_found[...] += len(own.numbers)
+                    self._advance()
+
+        self._collect(find, values, num_found)
+        return values
+
+    def _collect(self, find: Callable[[], None], values: NDArray[np.float64], num_found: NDArray[np.int64]) -> None:
+        """Run ``find`` on all ranks, and give each the ``values`` and their number that the others found."""
         # What fails on one rank is raised on all.
         Agreement(self._mesh.control).on_all(find)
         if self._mesh.world_size > 1:
@@ -118,7 +162,11 @@ class Predictor:
             for array in (values, num_found):
                 dist.all_reduce(torch.from_numpy(array), group=self._mesh.control)
         assert num_found == len(values), "every token is one rank's"
-        return values
+
+    @property
+    def _at_once(self) -> int:
+        """Passes that are run together where stages would wait for one another."""
+        return 4 * self._mesh.pipeline if self._mesh.pipeline > 1 else 1
 
     def _run(self, documents: Sequence[Ids], read: _Read) -> Iterator[tuple[Columns, Tensor]]:
         """This data rank's documents through the model, packed."""
@@ -127,8 +175,8 @@ class Predictor:
         # All tokens of a document are inputs, and any may be asked for: labels are nobody's.
         nodes = [TreeNode(inputs=documents[n], start=0, number=n, labels=documents[n]) for n in own]
         packed = sorted(pack(nodes, self._row_tokens), key=_length, reverse=True)
-        # Some at a time where stages would wait for one another, all of a shape: that of the longest of them.
-        at_once = 4 * self._mesh.pipeline if self._mesh.pipeline > 1 else 1
+        # All of a shape: that of the longest of them.
+        at_once = self._at_once
         for first in range(0, len(packed), at_once):
             batch = packed[first : first + at_once]
             align = self._forward.align

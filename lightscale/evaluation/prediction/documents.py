@@ -21,6 +21,7 @@ from lightscale.files import read_regular
 MOST_BYTES = 2**32
 """Of a file, which is read whole."""
 MASK_TEXT = "[MASK]"
+_SHOWN_CHARACTERS = 100
 _EXAMPLE = '{"text": "some text"}'
 
 
@@ -35,6 +36,15 @@ class TextDocument:
     text: str
     ids: Ids
     """(n + 1,) the end-of-text token, then the text with its masks."""
+
+    def record(self) -> dict[str, Any]:
+        """What names it beside its prediction."""
+        return {**({} if self.id is None else {"id": self.id}), "line": self.line, "text": self.text}
+
+    def heading(self) -> str:
+        """Its line for people."""
+        text = " ".join(self.text.split())
+        return f"{self.line}: {text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + '…'}"
 
 
 @dataclass(frozen=True, kw_only=True)

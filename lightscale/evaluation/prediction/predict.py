@@ -17,14 +17,12 @@ from lightscale.evaluation.inference.predictions import Predictor
 from lightscale.evaluation.inference.requests import Ids
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
 from lightscale.evaluation.model_at_work import ModelAtWork
-from lightscale.evaluation.prediction.documents import TextDocument
-from lightscale.evaluation.prediction.request import PredictionRequest
+from lightscale.evaluation.prediction.request import Document, PredictionRequest
 from lightscale.evaluation.prediction.token_texts import token_texts
 from lightscale.parallel.mesh import Mesh
 
 BLOCK_TOKENS, _BLOCK_DOCUMENTS = 2**18, 2**12
 """Of a data rank, at most, whose predictions are held at once."""
-_SHOWN_CHARACTERS = 100
 Record = dict[str, Any]
 _Values = Iterator[Record]
 
@@ -57,9 +55,10 @@ class PredictionWriter(ModelAtWork):
                 # On all ranks: they predict together.
                 for document, found in zip(block, make([document.ids for document in block]), strict=True):
                     if out is not None:
-                        out.write(self._shown({**self._named(document), **found}))
+                        out.write(self._shown(document, found))
         took_s, count = time.perf_counter() - started_s, len(self.asked.documents)
-        self._say(f"{counted(count, 'document')}, {tokens:,} tokens in {took_s:.2f} s, from {self.loaded.checkpoint}"
+        what = "document" if self.asked.chosen.config.model.patches is None else "image"
+        self._say(f"{counted(count, what)}, {tokens:,} tokens in {took_s:.2f} s, from {self.loaded.checkpoint}"
                   + (f"; wrote {self.asked.out}" if self.asked.out else ""))  # fmt: skip
 
     def _output(self, stack: ExitStack) -> TextIO | None:
@@ -98,18 +97,14 @@ class PredictionWriter(ModelAtWork):
         for values in self._predictor.embed(documents, self.asked.pooling):
             yield {"embedding": _as_list(values)}
 
-    def _named(self, document: TextDocument) -> Record:
-        return {**({} if document.id is None else {"id": document.id}), "line": document.line, "text": document.text}
-
-    def _shown(self, record: Record) -> str:
+    def _shown(self, document: Document, found: Record) -> str:
+        record = {**document.record(), **found}
         if self.asked.as_json or self.asked.kind == "embeddings":
             # A text is as long as it likes, and whoever wants vectors has it.
             left_out = {"text"} if self.asked.kind == "embeddings" else set()
             kept = {name: value for name, value in record.items() if name not in left_out}
             return json.dumps(kept, ensure_ascii=False) + "\n"
-        text = " ".join(record["text"].split())
-        text = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
-        lines = [f"{record['line']}: {text}"]
+        lines = [document.heading()]
         if self.asked.kind == "classes":
             lines.append("    " + ", ".join(f"{name} {share:.1%}" for name, share in record["classes"].items()))
         else:
@@ -118,9 +113,9 @@ class PredictionWriter(ModelAtWork):
         return "\n".join(lines) + "\n"
 
 
-def blocks(documents: Sequence[TextDocument], most_tokens: int) -> Iterator[list[TextDocument]]:
+def blocks(documents: Sequence[Document], most_tokens: int) -> Iterator[list[Document]]:
     """``documents`` in order, in parts of about ``most_tokens`` that are held at once."""
-    block: list[TextDocument] = []
+    block: list[Document] = []
     tokens = 0
     for document in documents:
         block.append(document)

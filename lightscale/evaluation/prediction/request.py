@@ -4,16 +4,32 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+from numpy.typing import NDArray
 
 from lightscale.config.model import Pooling
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
-from lightscale.evaluation.prediction.documents import MaskWriting, TextDocument
+from lightscale.evaluation.prediction.documents import MaskWriting
 from lightscale.files import NotRegular, read_regular
 
 Kind = Literal["fillings", "classes", "embeddings"]
 _MOST_CLASSES_BYTES = 2**28
+
+
+class Document(Protocol):
+    """A text or an image."""
+
+    @property
+    def ids(self) -> NDArray[Any]:
+        """(n,) ids of tokens, or (n, p) bytes of patches."""
+
+    def record(self) -> dict[str, Any]:
+        """What names it beside its prediction."""
+
+    def heading(self) -> str:
+        """Its line for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +38,7 @@ class PredictionRequest:
 
     chosen: ChosenRun
     kind: Kind
-    documents: Sequence[TextDocument]
+    documents: Sequence[Document]
     masks: MaskWriting | None
     """Where fillings are asked for."""
     pooling: Pooling | None

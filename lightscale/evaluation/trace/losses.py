@@ -85,7 +85,12 @@ def _documents(
 def _token_losses(model: LanguageModel, batch: Batch) -> torch.Tensor:
     """(b, n) fp64 on the host: the loss of each label that counts, 0 of others."""
     losses = model(
-        batch.tokens, batch.positions, batch.labels, loss_mask=batch.loss_mask, document_starts=batch.document_starts
+        batch.tokens,
+        batch.positions,
+        batch.labels,
+        loss_mask=batch.loss_mask,
+        document_starts=batch.document_starts,
+        soft_labels=batch.soft_labels,
     )
     return losses.double().cpu().view(batch.labels.shape)
 

@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from lightscale.config.layout import check_layout
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError, counted
-from lightscale.launch.commands.checks import WrongUse, num_gpus
+from lightscale.launch.commands.checks import WrongUse, check_lines, num_gpus
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.rank import run_rank
 from lightscale.launch.network import choose_interface
@@ -74,12 +75,13 @@ def check_ranks(config: RunConfig, world_size: int) -> None:
     """Refuse a number of ranks that does not fit the model's layout."""
     parallel = config.parallel
     inner = parallel.tensor * parallel.pipeline * parallel.sequence
-    # Neither batches nor sequences are those of training: they fit any layout.
+    # Neither batches nor sequences are those of training: they fit any layout. But images have one length.
     batch = {"global_batch_size": max(1, world_size // inner), "micro_batch_size": 1}
-    update = {
-        "train": config.train.model_copy(update=batch),
-        "data": config.data.model_copy(update={"sequence_length": inner, "curriculum": []}),
-    }
+    update: dict[str, Any] = {"train": config.train.model_copy(update=batch)}
+    if config.model.patches is None:
+        update["data"] = config.data.model_copy(update={"sequence_length": inner, "curriculum": []})
+    else:
+        check_lines(config)
     check_layout(config.model_copy(update=update), world_size)
 
 

@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 from lightscale.config.arguments import OVERRIDE, path_argument, run_path
@@ -12,7 +13,7 @@ from lightscale.config.tasks import task_class
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run, longest_context
 from lightscale.evaluation.prediction.documents import MASK_TEXT, MaskWriting, read_documents
-from lightscale.evaluation.prediction.request import Kind, PredictionRequest, class_names
+from lightscale.evaluation.prediction.request import Document, Kind, PredictionRequest, class_names
 from lightscale.launch.commands.checks import num_processes
 from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
 from lightscale.launch.environment import RankEnvironment
@@ -26,20 +27,23 @@ _POOLINGS: dict[str, Pooling] = {"mean": "mean", "last": "last"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale predict``."""
     parser.description = (
-        "Reads documents from a file of JSON lines and prints one line per document, in order. A run with task.name = "
-        '"masked" predicts the most probable fillings of masks, "classify" predicts classes. With --embed, any run '
-        "gives a vector per document."
+        "Reads documents from a file of JSON lines, or image files, and prints one line per document, in order. A run "
+        'with task.name = "masked" predicts the most probable fillings of masks, "classify" and "classify-image" '
+        "predict classes. With --embed, any run gives a vector per document."
     )
     add = parser.add_argument
     add("run", metavar="RUN[@STEP]", help="directory of a run, or NAME for runs/NAME; step (default: the newest)")
     layout = "layout of the model over ranks, such as parallel.tensor=2 (default: a complete model on each rank)"
     add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
-    lines = 'JSON lines such as {"text": "The [MASK] sat.", "id": 1}; other keys are ignored'
+    lines = 'JSON lines such as {"text": "The [MASK] sat.", "id": 1}; of images: a file, or a folder of files'
     add("--file", type=path_argument, required=True, metavar="FILE", help=lines)
     add("--text-field", default="text", metavar="NAME", help="key of the text in each line (default: %(default)s)")
     add("--mask", metavar="TEXT", help=f"placeholder of a token to predict (default: {MASK_TEXT})")
     top = f"number of most probable fillings per mask, or of classes (default: {_TOP} fillings, all classes)"
     add("--top", type=int, metavar="K", help=top)
+    resize = "change images of another size: crop covers the model's and cuts the centre, stretch scales both axes"
+    add("--resize", choices=["crop", "stretch"], help=resize)
+    add("--convert-modes", action="store_true", help="convert other modes of images to the model's channels")
     embed = "print a vector per document: the mean of its tokens' last states, or the last token's"
     add("--embed", choices=list(_POOLINGS), help=embed)
     add("--out", type=path_argument, metavar="FILE", help="write JSON lines to a new file")
@@ -76,18 +80,11 @@ def _asked(args: argparse.Namespace) -> PredictionRequest:
     ids = chosen.tokenizer.vocab_size
     # The mask is the id behind the tokenizer's last.
     masks = MaskWriting(text=args.mask or MASK_TEXT, id=ids) if kind == "fillings" else None
-    documents = read_documents(
-        args.file,
-        chosen.tokenizer,
-        text_field=args.text_field,
-        masks=masks,
-        most_tokens=args.context or longest_context(chosen.config),
-    )
     head = chosen.config.model.head
     return PredictionRequest(
         chosen=chosen,
         kind=kind,
-        documents=documents,
+        documents=_documents(args, chosen, masks),
         masks=masks,
         pooling=None if args.embed is None else _POOLINGS[args.embed],
         top=min(args.top or _TOP, ids) if head is None else min(args.top or head.num_labels, head.num_labels),
@@ -98,12 +95,33 @@ def _asked(args: argparse.Namespace) -> PredictionRequest:
     )
 
 
+def _documents(args: argparse.Namespace, chosen: ChosenRun, masks: MaskWriting | None) -> Sequence[Document]:
+    """What is predicted from: the lines of a file, or images."""
+    if chosen.config.model.patches is None:
+        return read_documents(
+            args.file,
+            chosen.tokenizer,
+            text_field=args.text_field,
+            masks=masks,
+            most_tokens=args.context or longest_context(chosen.config),
+        )
+    # Late: Pillow is optional.
+    try:
+        from lightscale.evaluation.prediction.image_files import read_images  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name != "PIL":
+            raise
+        raise UserError("--file: images need the package pillow; pip install 'lightscale[images]'") from None
+    return read_images(args.file, chosen.config.model, resize=args.resize, convert=args.convert_modes)
+
+
 def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
     """What is predicted, by the run's task; UserError for options that say something of another kind."""
     name = chosen.config.task.name
     task, where = task_class(name), f'{chosen.directory.path}: its task.name = "{name}"'
-    if task.reads_images:
-        raise UserError(f"{where}: it reads images, and `lightscale predict` reads texts; use a run of texts")
+    if not task.reads_images and (args.resize or args.convert_modes):
+        option = "--resize" if args.resize else "--convert-modes"
+        raise UserError(f"{option}: {where}, which reads texts; remove {option}")
     if args.embed is not None:
         kind: Kind = "embeddings"
     elif task.writes_text:

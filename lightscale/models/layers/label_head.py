@@ -111,7 +111,13 @@ def _incoming(leaving: Tensor, context: SequenceContext) -> Tensor:
 
 
 def label_losses(
-    logits: Tensor, last: Tensor, labels: Tensor, loss_mask: Tensor | None, *, top: Sequence[int] = ()
+    logits: Tensor,
+    last: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    *,
+    top: Sequence[int] = (),
+    soft_labels: Tensor | None = None,
 ) -> Tensor:
     """Of each token, (b, n): the loss of its document at the document's last token, times the mask, and 0 elsewhere.
 
@@ -120,10 +126,13 @@ def label_losses(
     Args:
         logits, last: as ``LabelHead`` gives them.
         labels, loss_mask: (b, n).
+        soft_labels: (b, classes), the distribution that each row's one document learns in place of its label.
     """
     wanted = labels.flatten()[last]
     counted = logits.new_ones(len(last)) if loss_mask is None else loss_mask.flatten()[last].to(logits.dtype)
-    found = [F.cross_entropy(logits, wanted, reduction="none") * counted]
+    # An empty segment has no row that is over.
+    goal = wanted if soft_labels is None else soft_labels[last // max(labels.size(1), 1)].to(logits.dtype)
+    found = [F.cross_entropy(logits, goal, reduction="none") * counted]
     for number in top:
         best = logits.topk(min(number, logits.size(-1)), dim=-1).indices
         found.append((best == wanted[:, None]).any(-1) * counted)

@@ -1,0 +1,1 @@
+"""Random changes of training images, a function of (seed, turn); README.md in this folder."""
