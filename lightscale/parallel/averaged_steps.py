@@ -94,7 +94,9 @@ class AveragedOptimizer(MegatronOptimizer):
     def owned(self, parameter: nn.Parameter) -> OwnedState | None:
         """See ``Optimizer``."""
         found = super().owned(parameter)
-        for part in self.megatron.chained_optimizers if found is not None else ():
+        if found is None:
+            return None
+        for part in self.megatron.chained_optimizers:
             for own, weights in main_weights(part):
                 if own is parameter:
                     x: Tensor = part.optimizer.read[weights]

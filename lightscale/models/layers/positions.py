@@ -155,5 +155,5 @@ def rope_phases(phases: Phases, dtype: torch.dtype) -> Phases:
 def rope(x: Tensor, phases: Phases) -> Tensor:
     """Rotate the pairs (x_i, x_{i + r/2}) of the first r channels of x (b, n, h, k) by ``rope_phases`` of its dtype."""
     columns = x.transpose(0, 1).flatten(2)
-    (rotated,) = split_heads(columns, [Heads(*x.shape[2:], ("rotate",))], phases)
+    (rotated,) = split_heads(columns, [Heads(x.shape[2], x.shape[3], ("rotate",))], phases)
     return rotated.transpose(0, 1)

@@ -17,8 +17,8 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     """The optimizer that section [optimizer] of ``config`` describes.
 
     Raises UserError for a pattern of a parameter group that names no parameter of the model, for a parameter in two
-    groups, for a pattern of ``optimizer.adamw`` that names no matrix, and for QK-clip of a model that it cannot clip, or
-    whose weights are frozen beside adapters.
+    groups, for a pattern of ``optimizer.adamw`` that names no matrix, and for QK-clip of a model that it cannot clip,
+    or whose weights are frozen beside adapters.
     """
     section = config.optimizer
     spec: OptimizerSpec = optimizer_class(section.name).from_config(section, config.total_steps)

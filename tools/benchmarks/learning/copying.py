@@ -81,6 +81,7 @@ class _Batch:
     document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
     sources: Tensor | None = None
+    soft_labels: Tensor | None = None
 
 
 def config_of(cell: Cell, recipe: Recipe, *, vocab_size: int) -> RunConfig:

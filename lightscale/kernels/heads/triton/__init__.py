@@ -52,7 +52,8 @@ def _packed(parts: Sequence[Part]) -> tuple[list[int], str]:
 
 
 def _unpacked(numbers: Sequence[int], activations: str) -> list[Part]:
-    return [Part(*numbers[4 * n : 4 * n + 4], one) for n, one in enumerate(activations.split())]
+    columns = (numbers[place::4] for place in range(4))
+    return [Part(*part) for part in zip(*columns, activations.split(), strict=True)]
 
 
 @torch.library.custom_op("lightscale::heads_fwd", mutates_args=())

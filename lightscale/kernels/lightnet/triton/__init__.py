@@ -166,7 +166,7 @@ def _backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None)
         _, dS_in = plain_cotangent(state_in, StateCotangent(U, R))
         if ctx.needs_input_grad[5]:
             angles = angles_of(theta, positions)
-            end = tuple(torch.zeros_like(x) if dx is None else dx for x, dx in ((z_end, dz), (S_end, dS)))
+            end = torch.zeros_like(z_end) if dz is None else dz, torch.zeros_like(S_end) if dS is None else dS
             dz_in = initial_z_gradient(state_fwd, state_bwd, q, k, v, angles, do, state_in, end, cu_seqlens)
     return dq, dk, dv, dtheta.to(theta.dtype).view(theta.shape) if with_theta else None, None, dz_in, dS_in, None
 
