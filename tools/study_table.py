@@ -3,7 +3,7 @@
 
 STUDY is the directory of a study with an axis ``architecture``. A cell counts when it has finished. The table is
 printed as Markdown, with mean and range of the cells of an architecture and set (its seeds). STUDY/validation.json has
-every value, and STUDY/validation.svg a panel for each set.
+every value, also of cells whose runs are no longer there, and STUDY/validation.svg a panel for each set.
 """
 
 import argparse
@@ -20,21 +20,28 @@ from plot_kernels import check_matplotlib
 
 Losses = dict[str, dict[str, dict[str, float]]]
 """Validation set -> architecture -> cell -> nats per label."""
+VALUES = "validation.json"
 _PANELS_PER_ROW, _GREY, _COLOUR = 4, "#7f7f7f", "#2a7de1"
 
 
 def collect(study: Path) -> Losses:
     """What the finished cells have measured last."""
     found: Losses = {}
+    kept: Losses = json.loads(values.read_text("utf-8")) if (values := study / VALUES).exists() else {}
     for path in sorted((study / "cells").glob("*.json")):
         cell = json.loads(path.read_text(encoding="utf-8"))
         if "architecture" not in cell["values"]:
             raise UserError(f"{study}: the study has no axis architecture; use `lightscale study report`")
-        measured = [x for x in read_metrics(RunDirectory(study / "runs" / cell["cell"]).metrics) if "validation" in x]
-        if not measured:
-            raise UserError(f"{study / 'runs' / cell['cell']}: no validation; set data.validation in the study")
-        for name, scores in measured[-1]["validation"].items():
-            found.setdefault(name, {}).setdefault(cell["values"]["architecture"], {})[cell["cell"]] = scores["loss"]
+        architecture, run = cell["values"]["architecture"], RunDirectory(study / "runs" / cell["cell"])
+        measured = [line["validation"] for line in read_metrics(run.metrics) if "validation" in line]
+        losses = {name: scores["loss"] for name, scores in measured[-1].items()} if measured else {}
+        if not run.path.exists():
+            of_cell = {name: of_set.get(architecture, {}).get(cell["cell"]) for name, of_set in kept.items()}
+            losses = {name: loss for name, loss in of_cell.items() if loss is not None}
+        if not losses:
+            raise UserError(f"{run.path}: no validation; set data.validation in the study")
+        for name, loss in losses.items():
+            found.setdefault(name, {}).setdefault(architecture, {})[cell["cell"]] = loss
     if not found:
         raise UserError(f"{study}: no cell has finished; use `lightscale study run`")
     return found
@@ -108,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return UserError.EXIT_CODE
-    write_atomically(args.study / "validation.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(args.study / VALUES, json.dumps(found, indent=1) + "\n")
     draw(found, args.study / "validation.svg")
     print(table(found))
     return 0

@@ -1,6 +1,7 @@
 """The table of a study's last validation: means and ranges of seeds, by architecture and set."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_the_last_validation_of_each_cell_counts(tmp_path: Path, capsys: pytest.
     assert found["text"] == {"first_one": {"seed0-a": 2.0, "seed1-a": 3.0}, "second": {"seed0-b": 2.25}}
     picture = (tmp_path / "validation.svg").read_text()
     assert picture.count('<g id="axes_') == 2
+    # What was kept of a run that is gone still counts, beside new cells.
+    shutil.rmtree(tmp_path / "runs" / "seed0-a")
+    write_cell(tmp_path, "seed1-b", "second", [{"text": 2.75}])
+    assert main([str(tmp_path)]) == 0
+    found["text"]["second"]["seed1-b"] = 2.75
+    assert json.loads((tmp_path / "validation.json").read_text()) == found
+    (tmp_path / "validation.json").unlink()
+    assert main([str(tmp_path)]) != 0
+    assert "seed0-a: no validation; set data.validation" in capsys.readouterr().err
 
 
 def test_studies_without_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
