@@ -19,7 +19,7 @@ from lightscale.kernels.attention import DocumentStarts
 from lightscale.kernels.cross_entropy.divergence import SoftTargets
 from lightscale.models.accounting import norm_placement, padded_vocab_size
 from lightscale.models.classes import mixer_class, shared_parts
-from lightscale.models.layers.blocks import Block, Blocks
+from lightscale.models.layers.blocks import DecoderLayer, DecoderLayers
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
 from lightscale.models.layers.linear import (
@@ -141,7 +141,7 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> Mo
             parts["mlp_bda"] = ModuleSpec(module=PostNorm, params=of_output)
         if has_pre:
             parts["pre_mlp_layernorm"] = norm
-    return ModuleSpec(module=Block, submodules=TransformerLayerSubmodules(**parts))
+    return ModuleSpec(module=DecoderLayer, submodules=TransformerLayerSubmodules(**parts))
 
 
 class Embedding(MegatronModule):
@@ -258,7 +258,7 @@ class LanguageModel(LanguageModule):
             self.embedding = Embedding(config, model, groups, of_embedding)
         own = layer_stages(model.num_layers, mesh.pipeline * mesh.virtual_stages)[stage]
         mixers = model.layers[own.start : own.stop]
-        self.decoder = Blocks(
+        self.decoder = DecoderLayers(
             config=config,
             spec=TransformerBlockSubmodules(
                 layer_specs=[_layer_spec(config, model, mixer) for mixer in mixers],

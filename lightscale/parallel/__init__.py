@@ -3,7 +3,7 @@
 import warnings
 
 # Megatron says at import, many times over, which optional libraries it did not find. The run's log says it once
-# (parallel/fused.py). What it calls of torch.distributed has new names, but not in the oldest torch we allow.
+# (parallel/device/fused.py). What it calls of torch.distributed has new names, but not in the oldest torch we allow.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

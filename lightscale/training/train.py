@@ -37,9 +37,9 @@ from lightscale.models.kernel_check import Mismatch, check_kernels
 from lightscale.models.operators import describe_operators
 from lightscale.models.registry import check_model
 from lightscale.parallel.agreement import Agreement
-from lightscale.parallel.device_settings import describe_device_settings
+from lightscale.parallel.device.fused import describe_fused_kernels
+from lightscale.parallel.device.settings import describe_device_settings
 from lightscale.parallel.engine import LossSums
-from lightscale.parallel.fused import describe_fused_kernels
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.held_directory import DirectoryReplaced

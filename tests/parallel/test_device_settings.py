@@ -1,6 +1,6 @@
 """What a run sets for its GPUs, and what it leaves to the user."""
 
-from lightscale.parallel.device_settings import apply_device_settings, describe_device_settings, device_settings
+from lightscale.parallel.device.settings import apply_device_settings, describe_device_settings, device_settings
 
 
 def test_one_queue_only_for_tensor_ranks() -> None:

@@ -49,7 +49,7 @@ STEPS = """
 import runpy, sys
 from types import SimpleNamespace
 import torch
-from lightscale.parallel.fused import describe_fused_kernels
+from lightscale.parallel.device.fused import describe_fused_kernels
 tiny = SimpleNamespace(**runpy.run_path(sys.argv[1]))
 with tiny.engine_on((1, 1, 1, 1), 0, f"file://{sys.argv[2]}-meeting", mixer="tnl") as engine:
     for step in range(4):

@@ -40,7 +40,7 @@ from lightscale.data_pipeline.store.token_store import StoreWriter
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
 from lightscale.launch.doctor.examine import judge_kernels
 from lightscale.models.kernel_check import Mismatch, check_kernels
-from lightscale.parallel.device_settings import device_settings
+from lightscale.parallel.device.settings import device_settings
 from lightscale.planning.memory import rank_memory
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training import build, preflight

@@ -15,7 +15,7 @@ from lightscale.errors import UserError
 from lightscale.kernels.common.angles import Phases
 from lightscale.kernels.common.backends import AUTO, choose_backend, implementation, preload_backends
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.heads.layout import ACTIVATIONS, Heads, Part, parts_of
+from lightscale.kernels.heads.layout import ACTIVATIONS, Heads, HeadsPart, parts_of
 from lightscale.kernels.heads.reference import heads_reference
 
 __all__ = ["Heads", "heads_reference", "split_heads"]
@@ -27,10 +27,10 @@ MOST_PARTS = 4
 class _Backend(Protocol):
     """Functions of a backend; see ``eager``."""
 
-    def heads_fwd(self, x: Tensor, parts: Sequence[Part], phases: Phases | None) -> list[Tensor]: ...
+    def heads_fwd(self, x: Tensor, parts: Sequence[HeadsPart], phases: Phases | None) -> list[Tensor]: ...
 
     def heads_bwd(
-        self, x: Tensor, parts: Sequence[Part], phases: Phases | None, gradients: Sequence[Tensor | None]
+        self, x: Tensor, parts: Sequence[HeadsPart], phases: Phases | None, gradients: Sequence[Tensor | None]
     ) -> Tensor: ...
 
 
@@ -39,7 +39,7 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, parts: Sequence[Part], backend: _Backend
+        ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, parts: Sequence[HeadsPart], backend: _Backend
     ) -> tuple[Tensor, ...]:
         phases = None if cos is None or sin is None else (cos, sin)
         made = iter(backend.heads_fwd(x, parts, phases))
@@ -92,7 +92,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check(x: Tensor, groups: Sequence[Heads], parts: Sequence[Part], phases: Phases | None) -> None:
+def _check(x: Tensor, groups: Sequence[Heads], parts: Sequence[HeadsPart], phases: Phases | None) -> None:
     columns = sum(group.columns for group in groups)
     if x.dim() != 3 or x.shape[-1] != columns:
         raise UserError(f"x must be (n, b, columns) with the {columns} columns of its groups, got {tuple(x.shape)}")

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Phases
-from lightscale.kernels.heads.layout import Part
+from lightscale.kernels.heads.layout import HeadsPart
 
 
 @torch.no_grad()
-def heads_fwd(x: Tensor, parts: Sequence[Part], phases: Phases | None) -> list[Tensor]:
+def heads_fwd(x: Tensor, parts: Sequence[HeadsPart], phases: Phases | None) -> list[Tensor]:
     """The parts (n, b, heads, width) of x (n, b, columns) that have an activation."""
     found = []
     for part in parts:
@@ -26,7 +26,9 @@ def heads_fwd(x: Tensor, parts: Sequence[Part], phases: Phases | None) -> list[T
 
 
 @torch.no_grad()
-def heads_bwd(x: Tensor, parts: Sequence[Part], phases: Phases | None, gradients: Sequence[Tensor | None]) -> Tensor:
+def heads_bwd(
+    x: Tensor, parts: Sequence[HeadsPart], phases: Phases | None, gradients: Sequence[Tensor | None]
+) -> Tensor:
     """The gradient (n, b, columns) of x, from those of all parts; None: 0."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for part, gradient in zip(parts, gradients, strict=True):

@@ -23,7 +23,7 @@ class Heads(NamedTuple):
         return self.heads * self.width * len(self.activations)
 
 
-class Part(NamedTuple):
+class HeadsPart(NamedTuple):
     """The heads of one part: columns start + head · stride + channel."""
 
     start: int
@@ -38,11 +38,11 @@ class Part(NamedTuple):
         return x.as_strided(shape, strides, x.storage_offset() + self.start)
 
 
-def parts_of(groups: Sequence[Heads]) -> list[Part]:
+def parts_of(groups: Sequence[Heads]) -> list[HeadsPart]:
     """The parts of all groups, in their order."""
     found, start = [], 0
     for heads, width, activations in groups:
         stride = width * len(activations)
-        found += [Part(start + n * width, stride, heads, width, one) for n, one in enumerate(activations)]
+        found += [HeadsPart(start + n * width, stride, heads, width, one) for n, one in enumerate(activations)]
         start += heads * stride
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightscale.kernels.common.angles import Phases
 
 if TYPE_CHECKING:
-    from lightscale.kernels.heads.layout import Part
+    from lightscale.kernels.heads.layout import HeadsPart
 
 
 def rotate(x: Tensor, phases: Phases) -> Tensor:
@@ -21,7 +21,7 @@ def rotate(x: Tensor, phases: Phases) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def heads_reference(x: Tensor, parts: Sequence["Part"], phases: Phases | None) -> list[Tensor]:
+def heads_reference(x: Tensor, parts: Sequence["HeadsPart"], phases: Phases | None) -> list[Tensor]:
     """Each part (n, b, heads, width) of x (n, b, columns)."""
     found = []
     for part in parts:

@@ -38,7 +38,7 @@ from lightscale.launch.launcher.rendezvous import Rendezvous
 from lightscale.launch.network import check_interfaces, choose_interface
 from lightscale.launch.scheduler import adopt_job, get_scheduler, job_states
 from lightscale.output.streams import lasting_output
-from lightscale.parallel.device_settings import apply_device_settings
+from lightscale.parallel.device.settings import apply_device_settings
 from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.job_environment import job_id
 from lightscale.runs.jobs import recorded_jobs

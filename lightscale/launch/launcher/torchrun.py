@@ -43,7 +43,7 @@ from lightscale.launch.launcher.rendezvous import Rendezvous
 from lightscale.launch.launcher.watchdog import Hang, Watchdog
 from lightscale.output.progress import TERMINAL_VARIABLE
 from lightscale.output.streams import obeyed
-from lightscale.parallel.device_settings import device_settings
+from lightscale.parallel.device.settings import device_settings
 from lightscale.training.health.control_group import memory_kills
 from lightscale.training.health.heartbeat import HEARTBEATS_VARIABLE, Beat, read_heartbeats, shared_heartbeats
 from lightscale.training.health.limits import THREADS_VARIABLE, computing_threads

@@ -32,7 +32,7 @@ def _normed(norm: nn.Module, stream: Stream) -> tuple[Tensor, Tensor]:
     return x, normed
 
 
-class Block(TransformerLayer):
+class DecoderLayer(TransformerLayer):
     """Megatron's layer of a mixer and a gated linear unit, with norms before them, behind them, or both."""
 
     def mixer_input(self, stream: Stream) -> tuple[Tensor, Any]:
@@ -74,7 +74,7 @@ class Block(TransformerLayer):
         return stream if in_parts else (whole(stream), None)
 
 
-class Blocks(TransformerBlock):
+class DecoderLayers(TransformerBlock):
     """Megatron's sequence of a stage's layers, with its recomputation."""
 
     def forward(

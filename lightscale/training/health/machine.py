@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from lightscale import __version__
 from lightscale.files import size_text
-from lightscale.parallel.fused import APEX_REMEDY, wrong_apex
+from lightscale.parallel.device.fused import APEX_REMEDY, wrong_apex
 from lightscale.runs.job_environment import node_name
 from lightscale.training.health.check_result import CheckResult, Outcome
 

@@ -22,7 +22,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.launch.doctor import measure
 from lightscale.launch.doctor.examine import DoctorReport
 from lightscale.launch.doctor.measure import Product, judge_exchange, judge_products, pairings
-from lightscale.parallel.fused import wrong_apex
+from lightscale.parallel.device.fused import wrong_apex
 from lightscale.training import preflight
 from lightscale.training.health.check_result import CheckResult, where
 from lightscale.training.health.machine import GPU, Machine, judge_machine

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightscale.kernels.common.angles import Phases
 from lightscale.kernels.common.triton.compile import KernelCase
 from lightscale.kernels.common.triton.launch import NUM_WARPS, dense_last, on_device_of
-from lightscale.kernels.heads.layout import Heads, Part, parts_of
+from lightscale.kernels.heads.layout import Heads, HeadsPart, parts_of
 from lightscale.kernels.heads.triton.kernels import backward_kernel, forward_kernel
 
 # Elements of a tile: 16 of each operand per thread.
@@ -19,21 +19,21 @@ _WIDEST = 128
 _MOST_PARTS = 4
 
 
-def _tile(parts: Sequence[Part]) -> dict[str, int]:
+def _tile(parts: Sequence[HeadsPart]) -> dict[str, int]:
     block = min(_WIDEST, triton.next_power_of_2(max(part.width for part in parts)))
     return {"ROWS": _TILE // block, "BLOCK": block}
 
 
-def _constants(parts: Sequence[Part], turned: int) -> dict[str, Any]:
+def _constants(parts: Sequence[HeadsPart], turned: int) -> dict[str, Any]:
     """Of a launch; absent parts have no heads."""
-    absent = Part(0, 0, 0, 1, "none")
+    absent = HeadsPart(0, 0, 0, 1, "none")
     constants: dict[str, Any] = {"TURNED": turned, **_tile(parts)}
     for number, part in enumerate([*parts, *[absent] * (_MOST_PARTS - len(parts))]):
         constants |= {f"{name.upper()}_{number}": value for name, value in part._asdict().items()}
     return constants
 
 
-def _num_tiles(parts: Sequence[Part], block: int) -> int:
+def _num_tiles(parts: Sequence[HeadsPart], block: int) -> int:
     """Of the columns of all parts; a tile is in one head."""
     return sum(part.heads * triton.cdiv(part.width, block) for part in parts)
 
@@ -46,14 +46,14 @@ def _phase_words(cos: Tensor | None, sin: Tensor | None) -> tuple[Any, ...]:
     return cos, sin, cos.stride(1), cos.stride(0), sin.stride(1), sin.stride(0)
 
 
-def _packed(parts: Sequence[Part]) -> tuple[list[int], str]:
+def _packed(parts: Sequence[HeadsPart]) -> tuple[list[int], str]:
     """As operators of torch take them."""
     return [number for part in parts for number in part[:4]], " ".join(part.activation for part in parts)
 
 
-def _unpacked(numbers: Sequence[int], activations: str) -> list[Part]:
+def _unpacked(numbers: Sequence[int], activations: str) -> list[HeadsPart]:
     columns = (numbers[place::4] for place in range(4))
-    return [Part(*part) for part in zip(*columns, activations.split(), strict=True)]
+    return [HeadsPart(*part) for part in zip(*columns, activations.split(), strict=True)]
 
 
 @torch.library.custom_op("lightscale::heads_fwd", mutates_args=())
@@ -85,7 +85,7 @@ def _(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: list[int], acti
     return _made(x, _unpacked(layout, activations))
 
 
-def _made(x: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+def _made(x: Tensor, parts: Sequence[HeadsPart]) -> list[Tensor]:
     """Memory for ``parts``."""
     return [x.new_empty(*x.shape[:2], part.heads, part.width) for part in parts]
 
@@ -131,7 +131,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def heads_fwd(x: Tensor, parts: Sequence[Part], phases: Phases | None) -> list[Tensor]:
+def heads_fwd(x: Tensor, parts: Sequence[HeadsPart], phases: Phases | None) -> list[Tensor]:
     """``eager.heads_fwd``, in one pass."""
     active = [part for part in parts if part.activation != "none"]
     if not active:
@@ -140,7 +140,9 @@ def heads_fwd(x: Tensor, parts: Sequence[Part], phases: Phases | None) -> list[T
     return made
 
 
-def heads_bwd(x: Tensor, parts: Sequence[Part], phases: Phases | None, gradients: Sequence[Tensor | None]) -> Tensor:
+def heads_bwd(
+    x: Tensor, parts: Sequence[HeadsPart], phases: Phases | None, gradients: Sequence[Tensor | None]
+) -> Tensor:
     """``eager.heads_bwd``, in one pass."""
     given = [x.new_empty(0) if one is None else one for one in gradients]
     dx: Tensor = _bwd(x, *(phases or (None, None)), given, *_packed(parts))

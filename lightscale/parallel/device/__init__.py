@@ -1,0 +1,1 @@
+"""What a rank sets on its device, and fused kernels that it may use."""
