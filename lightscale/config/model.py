@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -160,6 +160,12 @@ class ModelConfig(Section):
     def head_dim(self) -> int:
         """Channels per head."""
         return self.hidden_size // self.num_heads
+
+    def on_grid(self, shape: Sequence[int]) -> Self:
+        """The same model for documents of another ``shape`` of their grid."""
+        # Anew: a copy would keep what was computed of the other grid.
+        table = self.model_dump()
+        return type(self).model_validate(table | {"grid": {**table["grid"], "shape": list(shape)}})
 
     @cached_property
     def image_shape(self) -> tuple[int, int, int] | None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from lightscale.config.files import load
 from lightscale.config.layout import check_layout
-from lightscale.config.model import ModelConfig
+from lightscale.config.model import GridConfig, ModelConfig
 from lightscale.config.schema import RunConfig
+from lightscale.data_pipeline.loading.images import as_patches
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, validation_batches
 from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
@@ -26,6 +28,7 @@ from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
 from lightscale.models.layers.context import SequenceContext
+from lightscale.models.resolution import interpolated, set_grid
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -478,6 +481,80 @@ def test_published_sizes_have_the_printed_counts(name: str, printed: float) -> N
     config = load(name)
     assert round(sum(parameter_terms(config.model).values()) / 1e6, 1) == printed
     assert config.model.image_shape == (224, 224, 3)
+
+
+OTHER_GRID = [3, 5]
+
+
+def at_another_size(rank: int, world_size: int, init_method: str) -> dict[str, dict[str, Any]]:
+    """Log-probabilities of random images of another size than the models are made for, by each model."""
+    found = {}
+    for number, (name, model) in enumerate(MODELS.items()):
+        assert model.grid is not None
+        with start_mesh(device="cpu", init_method=f"{init_method}-{number}") as mesh:
+            module: Any = engine_of(mesh, model).module
+            plain.disturb(module)
+            weights = plain.weights_of(module)
+            set_grid(module, OTHER_GRID)
+            generator = np.random.default_rng(number)
+            images = generator.integers(0, 256, (2, 6, 10, 3)).astype(np.uint8)
+            tokens = torch.from_numpy(as_patches(images, PATCH, model.grid.leading_tokens))
+            positions = torch.arange(tokens.size(1)).repeat(2, 1)
+            with torch.no_grad():
+                hidden = module(tokens, positions, hidden_only=True)
+                logits, _ = module.label_log_probability(hidden, positions)
+            found[name] = {"logits": logits, "weights": weights, "tokens": tokens}
+    return found
+
+
+def bicubic(row: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """(n, d) -> (size, d): Keys' kernel with a = -3/4 around the middle of each new cell, edges repeated."""
+    n, a, found = len(row), -0.75, []
+    for cell in range(size):
+        middle = (cell + 0.5) * n / size - 0.5
+        total = np.zeros_like(row[0])
+        for source in range(math.floor(middle) - 1, math.floor(middle) + 3):
+            x = abs(middle - source)
+            near, far = (a + 2) * x**3 - (a + 3) * x**2 + 1, a * (x**3 - 5 * x**2 + 8 * x - 4)
+            total += (near if x <= 1 else far) * row[min(max(source, 0), n - 1)]
+        found.append(total)
+    return np.stack(found)
+
+
+@pytest.fixture(scope="module")
+def other_sizes(run_ranks: RunRanks) -> dict[str, dict[str, Any]]:
+    (found,) = run_ranks(at_another_size, 1, timeout_s=300)
+    return found  # type: ignore[no-any-return]
+
+
+def test_other_sizes_have_interpolated_positions_and_coordinates(other_sizes: dict[str, dict[str, Any]]) -> None:
+    for name, figures in other_sizes.items():
+        trained, model = MODELS[name], MODELS[name].on_grid(OTHER_GRID)
+        assert model.image_shape == (6, 10, 3)
+        assert trained.grid is not None
+        leading, key = trained.grid.leading_tokens, "embedding.positions.table"
+        weights = dict(figures["weights"])
+        if key in weights:
+            table = weights[key].numpy()
+            cells = table[leading:].reshape(*GRID, -1)
+            rows = np.stack([bicubic(column, OTHER_GRID[0]) for column in cells.swapaxes(0, 1)], axis=1)
+            cells = np.stack([bicubic(row, OTHER_GRID[1]) for row in rows])
+            weights[key] = torch.from_numpy(np.concatenate([table[:leading], cells.reshape(15, -1)]))
+        even = torch.full((2, LABELS), 1 / LABELS)
+        expected = plainly(model, {**figures, "weights": weights, "soft_labels": even})
+        assert float((figures["logits"] - expected["logits"]).abs().max()) < 1e-10, name
+
+
+def test_positions_of_other_sizes_are_those_of_transformers() -> None:
+    """Of square images, which alone it interpolates from."""
+    vit = pytest.importorskip("transformers.models.vit.modeling_vit")
+    theirs = vit.ViTEmbeddings(vit.ViTConfig(hidden_size=16, image_size=8, patch_size=2)).double()
+    table = torch.randn(17, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    theirs.load_state_dict({**theirs.state_dict(), "position_embeddings": table[None]})
+    for rows, columns in ((3, 5), (7, 4), (4, 4)):
+        expected = theirs.interpolate_pos_encoding(torch.zeros(1, 1 + rows * columns, 16), 2 * rows, 2 * columns)
+        found = interpolated(table, GridConfig(shape=[4, 4], leading_tokens=1), [rows, columns])
+        torch.testing.assert_close(found, expected[0].detach(), rtol=1e-12, atol=1e-12)
 
 
 # ----- what does not fit --------------------------------------------------------------------------------------------

@@ -96,6 +96,9 @@ def test_a_resumed_run_is_the_same_also_on_other_ranks(
     assert other[-1]["validation"]["held"]["accuracy"] == lines[-1]["validation"]["held"]["accuracy"]
 
 
+LARGER = ["--image-size=12x16", "--resize=stretch"]
+
+
 def predict_on_four(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
     words = ["predict", "runs/one", "--file", "photos"]
     layouts = {
@@ -104,6 +107,7 @@ def predict_on_four(rank: int, world_size: int, init_method: str, folder: str) -
         "c": ["--row-tokens=64"],
     }
     asked = [[*words, *layout, f"--out={name}.jsonl"] for name, layout in layouts.items()]
+    asked += [[*words, *layouts[name], *LARGER, f"--out=larger-{name}.jsonl"] for name in "ab"]
     vectors = [[*words, *layouts[name], "--embed=mean", f"--out=vectors-{name}.jsonl"] for name in "ab"]
     return commands(rank, world_size, init_method, folder, [*asked, *vectors])
 
@@ -133,12 +137,23 @@ def test_files_are_predicted_as_validation_does(
     assert np.mean(losses) == pytest.approx(measured["loss"], abs=1e-5)
     assert np.mean([one["class"] == label for one, label in rows]) == pytest.approx(measured["accuracy"], abs=1e-9)
     for results in run_ranks(predict_on_four, 4, str(trained), timeout_s=300):
-        assert [code for code, _ in results] == [0] * 5, results
+        assert [code for code, _ in results] == [0] * 7, results
     for name in "abc":
         other = predicted(Path(f"{name}.jsonl"))
         assert list(other) == list(found)
         for one, two in zip(found.values(), other.values(), strict=True):
             assert two["classes"] == pytest.approx(one["classes"], abs=1e-6)
+    assert main(["predict", "runs/one", "--file", "photos", *LARGER, "--out", "larger.jsonl"]) == 0
+    of_larger = predicted(Path("larger.jsonl"))
+    for name in "ab":
+        other = predicted(Path(f"larger-{name}.jsonl"))
+        for path, one in of_larger.items():
+            assert other[path]["classes"] == pytest.approx(one["classes"], abs=1e-6)
+    # Half as many pixels again in one direction: the quarter that is bright is seen still, by other numbers.
+    assert (
+        np.mean([one["class"] == label for one, label in zip(of_larger.values(), map(str, labels), strict=True)]) > 0.7
+    )
+    assert any(of_larger[path]["classes"] != one["classes"] for path, one in found.items())
     one, two = (predicted(Path(f"vectors-{name}.jsonl")) for name in "ab")
     assert len(one) == len(labels)
     for path, vector in one.items():
@@ -182,6 +197,8 @@ def test_commands_know_images(
             "odd/wide.png",
         ): "wide.png: the image has 8 x 9 pixels, and the model of 8x8x1",
         ("predict", "runs/one", "--file", "odd/red.png"): "has mode RGB, and the model of 8x8x1 needs L; use --convert",
+        ("predict", "runs/one", "--file", "odd", "--image-size", "9x8"): "9 pixels are no multiple of the 2 of a patch",
+        ("predict", "runs/one", "--file", "odd", "--image-size", "big"): "must be HEIGHTxWIDTH, such as 224x224",
         ("predict", "runs/one", "--file", "odd/broken.png"): "broken.png: the image is broken (",
         ("predict", "runs/one", "parallel.sequence=3", "--file", "odd/red.png", "--convert-modes"): "parallel.sequence",
         ("export", "runs/one", "--to", "export"): "models of images cannot be loaded or exported",

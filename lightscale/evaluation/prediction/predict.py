@@ -19,6 +19,7 @@ from lightscale.evaluation.model import LoadedModel, mesh_of, restore
 from lightscale.evaluation.model_at_work import ModelAtWork
 from lightscale.evaluation.prediction.request import Document, PredictionRequest
 from lightscale.evaluation.prediction.token_texts import token_texts
+from lightscale.models.resolution import set_grid
 from lightscale.parallel.mesh import Mesh
 
 BLOCK_TOKENS, _BLOCK_DOCUMENTS = 2**18, 2**12
@@ -33,7 +34,10 @@ def predict(asked: PredictionRequest) -> None:
     Called by every rank with torchrun's variables in the environment, or without them by one process.
     """
     with mesh_of(asked.chosen.config) as mesh:
-        PredictionWriter(asked, restore(asked.chosen, mesh), mesh).write()
+        loaded = restore(asked.chosen, mesh)
+        if asked.grid is not None:
+            set_grid(loaded.model, asked.grid)
+        PredictionWriter(asked, loaded, mesh).write()
 
 
 class PredictionWriter(ModelAtWork):

@@ -47,6 +47,8 @@ class PredictionRequest:
     """Fillings or classes that are named, the most probable first."""
     class_names: Sequence[str]
     """By number, as far as they are known."""
+    grid: Sequence[int] | None
+    """Rows and columns of patches of images of another size than in training."""
     row_tokens: int
     out: Path | None
     as_json: bool

@@ -3,12 +3,15 @@
 import argparse
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from lightscale.config.arguments import OVERRIDE, path_argument, run_path
-from lightscale.config.model import Pooling
+from lightscale.config.arithmetic import near_multiple
+from lightscale.config.model import ModelConfig, Pooling
+from lightscale.config.schema import RunConfig
 from lightscale.config.tasks import task_class
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run, longest_context
@@ -43,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, metavar="K", help=top)
     resize = "change images of another size: crop covers the model's and cuts the centre, stretch scales both axes"
     add("--resize", choices=["crop", "stretch"], help=resize)
+    size = "size of the images in pixels, in multiples of a patch (default: as in training)"
+    add("--image-size", metavar="HEIGHTxWIDTH", help=size)
     add("--convert-modes", action="store_true", help="convert other modes of images to the model's channels")
     embed = "print a vector per document: the mean of its tokens' last states, or the last token's"
     add("--embed", choices=list(_POOLINGS), help=embed)
@@ -81,23 +86,28 @@ def _asked(args: argparse.Namespace) -> PredictionRequest:
     # The mask is the id behind the tokenizer's last.
     masks = MaskWriting(text=args.mask or MASK_TEXT, id=ids) if kind == "fillings" else None
     head = chosen.config.model.head
+    grid = None if args.image_size is None else _grid(args.image_size, chosen)
+    model = chosen.config.model if grid is None else chosen.config.model.on_grid(grid)
     return PredictionRequest(
         chosen=chosen,
         kind=kind,
-        documents=_documents(args, chosen, masks),
+        documents=_documents(args, chosen, model, masks),
         masks=masks,
         pooling=None if args.embed is None else _POOLINGS[args.embed],
         top=min(args.top or _TOP, ids) if head is None else min(args.top or head.num_labels, head.num_labels),
         class_names=class_names(chosen) if kind == "classes" else [],
+        grid=grid,
         row_tokens=args.row_tokens,
         out=args.out,
         as_json=args.json or args.out is not None,
     )
 
 
-def _documents(args: argparse.Namespace, chosen: ChosenRun, masks: MaskWriting | None) -> Sequence[Document]:
+def _documents(
+    args: argparse.Namespace, chosen: ChosenRun, model: ModelConfig, masks: MaskWriting | None
+) -> Sequence[Document]:
     """What is predicted from: the lines of a file, or images."""
-    if chosen.config.model.patches is None:
+    if model.patches is None:
         return read_documents(
             args.file,
             chosen.tokenizer,
@@ -112,16 +122,47 @@ def _documents(args: argparse.Namespace, chosen: ChosenRun, masks: MaskWriting |
         if error.name != "PIL":
             raise
         raise UserError("--file: images need the package pillow; pip install 'lightscale[images]'") from None
-    return read_images(args.file, chosen.config.model, resize=args.resize, convert=args.convert_modes)
+    return read_images(args.file, model, resize=args.resize, convert=args.convert_modes)
+
+
+def _grid(given: str, chosen: ChosenRun) -> list[int]:
+    """Rows and columns of patches of images of the size ``given``."""
+    found = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", given)
+    if found is None:
+        raise UserError(f"--image-size {given}: must be HEIGHTxWIDTH, such as 224x224")
+    patches = chosen.config.model.patches
+    assert patches is not None, "checked before"
+    grid = []
+    for pixels, patch in zip(map(int, found.groups()), patches.size, strict=True):
+        if pixels % patch:
+            raise UserError(
+                f"--image-size {given}: {pixels} pixels are no multiple of the {patch} of a patch "
+                f"(model.patches.size = {patches.size}); use {near_multiple(pixels, patch)}"
+            )
+        grid.append(pixels // patch)
+    return grid
+
+
+def _ranked(asked: PredictionRequest) -> RunConfig:
+    """The configuration whose lengths the ranks share out."""
+    config = asked.chosen.config
+    if asked.grid is None:
+        return config
+    model = config.model.on_grid(asked.grid)
+    assert model.grid is not None, "a model of images"
+    data = config.data.model_copy(update={"sequence_length": model.grid.document_tokens})
+    return config.model_copy(update={"model": model, "data": data})
 
 
 def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
     """What is predicted, by the run's task; UserError for options that say something of another kind."""
     name = chosen.config.task.name
     task, where = task_class(name), f'{chosen.directory.path}: its task.name = "{name}"'
-    if not task.reads_images and (args.resize or args.convert_modes):
-        option = "--resize" if args.resize else "--convert-modes"
-        raise UserError(f"{option}: {where}, which reads texts; remove {option}")
+    if not task.reads_images:
+        for option in ("resize", "convert_modes", "image_size"):
+            if getattr(args, option):
+                given = f"--{option.replace('_', '-')}"
+                raise UserError(f"{given}: {where}, which reads texts; remove {given}")
     if args.embed is not None:
         kind: Kind = "embeddings"
     elif task.writes_text:
@@ -143,7 +184,7 @@ def _start(args: argparse.Namespace) -> int:
     asked = _asked(args)
     config = asked.chosen.config
     processes = num_processes(config, args.processes)
-    check_ranks(config, processes)
+    check_ranks(_ranked(asked), processes)
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     if processes > 1:
         return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
@@ -167,7 +208,7 @@ def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """The work of one rank."""
     join(environment)
     asked = _asked(args)
-    check_ranks(asked.chosen.config, environment.world_size)
+    check_ranks(_ranked(asked), environment.world_size)
     preload().predict(asked)
     return 0
 
