@@ -350,6 +350,8 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         resolved["model"]["mixer_options"] = of_task["model"]["mixer_options"] | resolved["model"]["mixer_options"]
         if "classify" in task[0]:
             resolved["model"]["head"] = of_task["model"]["head"]
+    of_images = tomllib.loads(to_toml(load("vit-digits", ["task.augmentation.horizontal_flip=0.5"])))
+    resolved["task"] |= of_images["task"]
     for name in OPTIMIZERS:
         keys = (f"optimizer.name={name}", "optimizer.groups.v.parameters=['*']")
         resolved["optimizer"] |= tomllib.loads(to_toml(tiny_config(*keys)))["optimizer"]
