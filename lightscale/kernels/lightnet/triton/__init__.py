@@ -150,14 +150,17 @@ def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Ten
     ctx.set_materialize_grads(False)
 
 
+def _or_zeros(cotangent: Tensor | None, of: Tensor) -> Tensor:
+    return torch.zeros_like(of) if cotangent is None else cotangent
+
+
 def _backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of ``_out_fwd``'s arguments; the cotangent of an unused result is None."""
     q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do
     cotangent: tuple[Tensor | None, Tensor | None] = None, None
     if dz is not None or dS is not None:
-        dz, dS = (torch.zeros_like(x) if dx is None else dx for x, dx in ((z_end, dz), (S_end, dS)))
-        cotangent = exchanged_cotangent(LightNetState(z_end, S_end), dz, dS)
+        cotangent = exchanged_cotangent(LightNetState(z_end, S_end), _or_zeros(dz, z_end), _or_zeros(dS, S_end))
     with_theta = ctx.needs_input_grad[3]
     dq, dk, dv, dtheta, U, R = _gradients(q, k, v, theta, positions, do, z, S, *cotangent, cu_seqlens, with_theta)
     dz_in, dS_in = None, None
@@ -166,7 +169,7 @@ def _backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None)
         _, dS_in = plain_cotangent(state_in, StateCotangent(U, R))
         if ctx.needs_input_grad[5]:
             angles = angles_of(theta, positions)
-            end = torch.zeros_like(z_end) if dz is None else dz, torch.zeros_like(S_end) if dS is None else dS
+            end = _or_zeros(dz, z_end), _or_zeros(dS, S_end)
             dz_in = initial_z_gradient(state_fwd, state_bwd, q, k, v, angles, do, state_in, end, cu_seqlens)
     return dq, dk, dv, dtheta.to(theta.dtype).view(theta.shape) if with_theta else None, None, dz_in, dS_in, None
 
