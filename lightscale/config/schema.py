@@ -210,6 +210,11 @@ MOST_AVERAGES = 8
 """Each takes as many bytes as the fp32 weights."""
 
 
+MomentsDtype = Literal["fp32", "bf16"]
+# bf16 has steps of 1/128 to 1/256: a mean that a step changes by less than half of one keeps an old value.
+MOST_BF16_RATE = 0.99
+
+
 class OptimizerConfig(Section):
     """[optimizer]: the optimizer and its learning rate schedule. Every optimizer has its own type, with more keys."""
 
@@ -246,6 +251,19 @@ class OptimizerConfig(Section):
     groups: dict[str, ParameterGroup] = Field(default={}, max_length=MOST_ENTRIES)
     """Parameter groups by name; a parameter is in one group at most."""
 
+    def _check_moments(self) -> None:
+        """Refuse means in bf16 whose steps are below their rounding."""
+        if getattr(self, "moments_dtype", "fp32") == "fp32":
+            return
+        rates = {"betas": getattr(self, "betas", ()), "momentum": (getattr(self, "momentum", 0.0),)}
+        rates |= {f"groups.{name}.betas": group.betas or () for name, group in self.groups.items()}
+        for key, of_key in rates.items():
+            if (largest := max(of_key, default=0.0)) > MOST_BF16_RATE:
+                raise ValueError(
+                    f"optimizer.{key}: a mean of rate {largest} changes by less per step than "
+                    f'optimizer.moments_dtype = "bf16" rounds; use rates up to {MOST_BF16_RATE}, or "fp32"'
+                )
+
     def _check_groups(self) -> None:
         for name, group in self.groups.items():
             if group.betas is None:
@@ -264,6 +282,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_groups()
+        self._check_moments()
         schedule = schedule_of(self)
         schedule.check(self)
         for key, is_set in {"decay_steps": self.decay_steps is not None, "decay": self.decay != "linear"}.items():

@@ -1,12 +1,13 @@
 """The optimizer of an ``AveragedSpec``: gradients are taken at one sequence of weights, another one is read."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightscale.parallel.megatron_optimizer import GROUP, ElementwiseSteps, MegatronOptimizer, main_weights
+from lightscale.parallel.megatron_optimizer import GROUP, ElementwiseSteps, MegatronOptimizer
 from lightscale.parallel.optimizer_interface import OwnedState
 from lightscale.parallel.optimizer_spec import AveragedSpec
 
@@ -94,14 +95,12 @@ class AveragedOptimizer(MegatronOptimizer):
     def owned(self, parameter: nn.Parameter) -> OwnedState | None:
         """See ``Optimizer``."""
         found = super().owned(parameter)
-        if found is None:
-            return None
         for part in self.megatron.chained_optimizers:
-            for own, weights in main_weights(part):
-                if own is parameter:
-                    x: Tensor = part.optimizer.read[weights]
-                    return OwnedState(first=found.first, last=found.last, weights=x.view(-1), state=found.state)
-        return found
+            if found is not None and parameter in part.model_param_group_index_map:
+                group, place = part.model_param_group_index_map[parameter]
+                x: Tensor = part.optimizer.read[part.optimizer.param_groups[group]["params"][place]]
+                return replace(found, weights=x.view(-1))
+        return None
 
     def counters(self) -> dict[str, float]:
         """See ``Optimizer``; and the sum of the squares of the done steps' rates, as shares of the peak."""

@@ -9,6 +9,7 @@ in pyproject.toml reads them again there. The structure they reach into: ``get_m
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -59,10 +60,13 @@ class ElementwiseSteps:
         self.directions: dict[Tensor, Tensor] = {}
         """(n,) of the parts whose next step is known already; the step takes them out."""
         self._behind: list[Callable[..., None]] = []
+        dtype = torch.bfloat16 if spec.moments_dtype == "bf16" else torch.float32
         for group in param_groups:
             group["step"] = 0
             for weights in group["params"]:
-                self.state[weights] = {name: torch.zeros_like(weights) for name in spec.step_state_of(names[weights])}
+                self.state[weights] = {
+                    name: torch.zeros_like(weights, dtype=dtype) for name in spec.step_state_of(names[weights])
+                }
 
     @torch.no_grad()
     def step(self) -> None:
@@ -74,10 +78,22 @@ class ElementwiseSteps:
                 if weights.grad is not None:
                     direction = self.directions.pop(weights, None)
                     if direction is None:
-                        direction = spec.direction(weights.grad, self.state[weights], group["step"])
+                        with self.wide_state(weights) as state:
+                            direction = spec.direction(weights.grad, state, group["step"])
                     self.apply(weights, direction, lr=group["lr"], weight_decay=group["weight_decay"])
         for hook in self._behind:
             hook(self, (), {})
+
+    @contextmanager
+    def wide_state(self, weights: Tensor) -> Iterator[dict[str, Tensor]]:
+        """The state of a part in fp32; what is left in it is kept, rounded."""
+        kept = self.state[weights]
+        # Without a copy where it is fp32 already.
+        wide = {name: tensor.float() for name, tensor in kept.items()}
+        yield wide
+        for name, tensor in kept.items():
+            if tensor is not wide[name]:
+                tensor.copy_(wide[name])
 
     def apply(self, weights: Tensor, direction: Tensor, *, lr: float, weight_decay: float) -> None:
         """Step ``weights`` (n,), in place."""

@@ -68,7 +68,7 @@ class OptimizerSpec(ABC):
     options: ClassVar[type[OptimizerConfig]]
     """The type of section [optimizer] with this optimizer's name."""
     state: ClassVar[tuple[str, ...]]
-    """fp32 tensors in a parameter's shape, kept beside its fp32 weights; in checkpoints NAME.PARAMETER."""
+    """Tensors in a parameter's shape, fp32 by default, kept beside its fp32 weights; in checkpoints NAME.PARAMETER."""
     scaled_state: ClassVar[tuple[str, ...]] = ()
     """Those that are weights too: what scales weights (QK-clip) scales them."""
     step_counter: ClassVar[str]
@@ -80,7 +80,7 @@ class OptimizerSpec(ABC):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, config: Any, total_steps: int) -> Self:
+    def from_config(cls, config: Any, total_steps: int) -> OptimizerSpec:
         """Constants from section [optimizer], of type ``options``, of a run of ``total_steps``."""
 
     def groups_of(self, parameter: str) -> list[str]:
@@ -112,7 +112,12 @@ class OptimizerSpec(ABC):
 
     def state_bytes(self, parameter: str) -> int:
         """Bytes of the state of an element of ``parameter``, without the fp32 weights of bf16 training."""
-        return _FP32_BYTES * len(self.state_of(parameter))
+        return self.moment_bytes * len(self.step_state_of(parameter)) + _FP32_BYTES * len(self.ema)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of an element of a tensor of ``state``."""
+        return _FP32_BYTES
 
     def step_traffic_bytes(self, parameter: str) -> int:
         """Bytes that a step in bf16 reads and writes for an element of ``parameter``.
@@ -141,7 +146,15 @@ class ElementwiseSpec(OptimizerSpec):
     subclass knows nothing of ranks, of main weights and of checkpoints.
     """
 
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format that ``state`` is kept in between steps; a step computes in fp32."""
+
     implementation: ClassVar[str] = "lightscale.parallel.megatron_optimizer:MegatronOptimizer"
+
+    @property
+    def moment_bytes(self) -> int:
+        """See ``OptimizerSpec``."""
+        return _BF16_BYTES if self.moments_dtype == "bf16" else _FP32_BYTES
 
     @abstractmethod
     def direction(self, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> Tensor:

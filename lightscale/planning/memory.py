@@ -62,11 +62,13 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
     fp32 = weight_bytes(config) == _FP32_BYTES
     spec = optimizer_spec(config)
     state = spec.state_description + (" and averages of the weights" if spec.ema else "")
+    narrow = " (the state in bf16)" if spec.moment_bytes < _FP32_BYTES else ""
     precision = f"train.precision = {config.train.precision}, train.device = {config.train.device}"
     return [
         f"weights and activations in {'fp32' if fp32 else 'bf16'} ({precision})",
         "gradients in fp32, complete on each data and sequence rank",
-        f"optimizer: {'' if fp32 else 'main weights and '}{state} in fp32, sharded over the data and sequence ranks",
+        f"optimizer: {'' if fp32 else 'main weights and '}{state} in fp32{narrow}, sharded over the data and sequence "
+        "ranks",
         *([_MATRICES] if isinstance(spec, MatrixSpec) else []),
         *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; for softmax "

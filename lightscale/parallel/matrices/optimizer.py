@@ -61,7 +61,8 @@ class MatrixOptimizer(MegatronOptimizer):
             for parameter, weights in main_weights(part):
                 if self._names[parameter] in self.spec.matrices:
                     assert weights.grad is not None, "the engine has a gradient of every parameter"
-                    mean = self.spec.matrix_mean(weights.grad, part.optimizer.state[weights])
+                    with part.optimizer.wide_state(weights) as state:
+                        mean = self.spec.matrix_mean(weights.grad, state)
                     means[parameter] = mean.to(self._dtype)
                     steppers.append((parameter, part.optimizer, weights))
         found = self._exchange.compute([means[one.parameter][one.own] for one in self._boxes], self._direction)

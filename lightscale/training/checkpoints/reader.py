@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 MOST_STATE_BYTES, _MOST_RANK_BYTES = 1 << 23, 1 << 18
 # Weights and moments are fp32; but an engine that only evaluates has weights of its own precision.
 _TRAINED = ("F32",)
+# Moments may be kept in bf16.
+_STATE = ("F32", "BF16")
 _WEIGHTS_ALONE = ("F32", "BF16")
 
 _HOLDS: dict[Contents, str] = {
@@ -210,8 +212,9 @@ def read_headers(path: Path, manifest: Manifest) -> Headers:
             raise DamagedCheckpoint(f"{path}: has {shown(what)}.{shown(min(found))}, and {_HOLDS['weights']}")
         if what != weights and (wrong := _foreign_state(what, shapes, weights)):
             raise DamagedCheckpoint(f"{path}: {shown(wrong)} of {shown(what)} differs from that of the weights")
-    expected = _WEIGHTS_ALONE if len(shapes) == 1 else _TRAINED
     for key, used in dtypes.items():
+        is_weight = key.startswith((WEIGHTS_PREFIX, AVERAGE))
+        expected = _WEIGHTS_ALONE if len(shapes) == 1 else _TRAINED if is_weight else _STATE
         if len(used) > 1 or not used <= set(expected):
             have, right = ", ".join(sorted(used)), " or ".join(expected)
             raise DamagedCheckpoint(f"{path}: {shown(key)} has dtype {have} instead of {right}")

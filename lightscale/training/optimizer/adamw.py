@@ -1,14 +1,19 @@
 """Adam (arXiv 1412.6980), and AdamW: Adam with weight decay apart from the gradient (arXiv 1711.05101)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from lightscale.config.schema import OptimizerConfig
+from lightscale.config.schema import MomentsDtype, OptimizerConfig
 from lightscale.config.section import Fraction, Small
-from lightscale.parallel.optimizer_spec import MegatronSpec
+from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, OptimizerSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Moments(OptimizerConfig):
@@ -24,6 +29,8 @@ class AdamWConfig(_Moments):
     """[optimizer] with name = "adamw"."""
 
     name: Literal["adamw"] = "adamw"
+    moments_dtype: MomentsDtype = "fp32"
+    """Number format of the moments between steps; fp32 weights and averages stay fp32."""
 
 
 class AdamConfig(_Moments):
@@ -48,8 +55,10 @@ class AdamW(MegatronSpec):
     is_decoupled: ClassVar[bool] = True
 
     @classmethod
-    def from_config(cls, config: _Moments, total_steps: int) -> Self:
+    def from_config(cls, config: _Moments, total_steps: int) -> OptimizerSpec:
         """The constants that section [optimizer] gives."""
+        if isinstance(config, AdamWConfig) and config.moments_dtype == "bf16":
+            return NarrowAdamW.from_config(config, total_steps)
         return cls(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, grad_clip=config.grad_clip)
 
     def megatron_options(self) -> Mapping[str, Any]:
@@ -61,6 +70,44 @@ class AdamW(MegatronSpec):
             "adam_beta2": self.betas[1],
             "adam_eps": self.eps,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowAdamW(ElementwiseSpec):
+    """AdamW with moments in bf16, which Megatron has on some GPUs alone; checkpoints have the names of ``AdamW``."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    options: ClassVar[type[OptimizerConfig]] = AdamWConfig
+    state: ClassVar[tuple[str, ...]] = AdamW.state
+    step_counter: ClassVar[str] = AdamW.step_counter
+    state_description: ClassVar[str] = AdamW.state_description
+
+    @classmethod
+    def from_config(cls, config: AdamWConfig, total_steps: int) -> Self:
+        """The constants that section [optimizer] gives."""
+        return cls(
+            betas=config.betas,
+            eps=config.eps,
+            moments_dtype=config.moments_dtype,
+            weight_decay=config.weight_decay,
+            grad_clip=config.grad_clip,
+        )
+
+    def direction(self, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> Tensor:
+        """See ``ElementwiseSpec``."""
+        return adam_direction(gradient, state["exp_avg"], state["exp_avg_sq"], self.betas, self.eps, step)
+
+
+def adam_direction(
+    gradient: Tensor, mean: Tensor, square: Tensor, betas: tuple[float, float], eps: float, step: int
+) -> Tensor:
+    """m̂ / (√v̂ + eps) of the means, which change in place; all (n,)."""
+    mean.lerp_(gradient, 1 - betas[0])
+    square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    root = (square / (1 - betas[1] ** step)).sqrt_().add_(eps)
+    return (mean / (1 - betas[0] ** step)).div_(root)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from lightscale.config.schema import OptimizerConfig
+from lightscale.config.schema import MomentsDtype, OptimizerConfig
 from lightscale.config.section import Fraction
 from lightscale.parallel.optimizer_spec import ElementwiseSpec
 
@@ -22,6 +22,8 @@ class LionConfig(OptimizerConfig):
     name: Literal["lion"] = "lion"
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.99)
     """Share of the mean in a step's direction, and decay rate of the mean, per step."""
+    moments_dtype: MomentsDtype = "fp32"
+    """Number format of the mean between steps; fp32 weights and averages stay fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,12 @@ class Lion(ElementwiseSpec):
     @classmethod
     def from_config(cls, config: LionConfig, total_steps: int) -> Self:
         """The constants that section [optimizer] gives."""
-        return cls(betas=config.betas, weight_decay=config.weight_decay, grad_clip=config.grad_clip)
+        return cls(
+            betas=config.betas,
+            moments_dtype=config.moments_dtype,
+            weight_decay=config.weight_decay,
+            grad_clip=config.grad_clip,
+        )
 
     def direction(self, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> Tensor:
         """See ``ElementwiseSpec``."""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from lightscale.config.schema import MOST_ENTRIES, OptimizerConfig
+from lightscale.config.schema import MOST_ENTRIES, MomentsDtype, OptimizerConfig
 from lightscale.config.section import Fraction, Small
 from lightscale.parallel.optimizer_spec import MatrixSpec
+from lightscale.training.optimizer.adamw import adam_direction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,8 @@ class MuonConfig(OptimizerConfig):
     """Decay rates per step of AdamW's first and second moments, for what is no matrix."""
     eps: Small = 1e-8
     """Constant added to the root of AdamW's second moment."""
+    moments_dtype: MomentsDtype = "fp32"
+    """Number format of momentum and moments between steps; fp32 weights and averages stay fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +84,14 @@ class Muon(MatrixSpec):
             elementwise=tuple(config.adamw),
             betas=config.betas,
             eps=config.eps,
+            moments_dtype=config.moments_dtype,
             weight_decay=config.weight_decay,
             grad_clip=config.grad_clip,
         )
 
     def direction(self, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> Tensor:
         """AdamW's; see ``ElementwiseSpec``."""
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean.lerp_(gradient, 1 - self.betas[0])
-        square.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
-        root = (square / (1 - self.betas[1] ** step)).sqrt_().add_(self.eps)
-        return (mean / (1 - self.betas[0] ** step)).div_(root)
+        return adam_direction(gradient, state["exp_avg"], state["exp_avg_sq"], self.betas, self.eps, step)
 
     def matrix_mean(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """See ``MatrixSpec``."""

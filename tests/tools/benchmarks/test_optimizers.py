@@ -12,7 +12,7 @@ from lightscale.config.optimizers import OPTIMIZERS
 def test_figures_of_every_optimizer(tools_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import bench
 
-    assert bench.main(["optimizers", "--size", "tiny", "--repeats", "1", "--json"]) == 0
+    assert bench.main(["optimizers", "--size", "tiny", "--repeats", "1", "--moments-steps", "3", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert [line["optimizer"] for line in figures["lines"]] == [*OPTIMIZERS]
     for line in figures["lines"]:
@@ -20,3 +20,8 @@ def test_figures_of_every_optimizer(tools_path: Path, capsys: pytest.CaptureFixt
         (step,) = line["samples_s"]
         assert line["ns_per_parameter"] == pytest.approx(1e9 * step / figures["parameters"])
     assert sys.modules["benchmarks.optimizers"].table(figures).row_count == len(OPTIMIZERS)
+    moments = {one["optimizer"]: one for one in figures["moments"]}
+    assert moments.keys() == {"adamw", "lion", "muon"}
+    for one in moments.values():
+        assert one["losses"][0] == pytest.approx(one["losses"][1], rel=1e-2)
+        assert 0 < one["distance"] < 0.2
