@@ -68,7 +68,7 @@ class MicroBatchSums(NamedTuple):
 
     total: Tensor
     """(), the sum of its losses, whose gradient is taken."""
-    count: Tensor
+    number: Tensor
     """() int32, the number of them; over sequence ranks, one has it."""
     reported: tuple[Tensor, ...]
     """(b,) fp64 of each row: sum of the losses, number of them, and further counts (``top``)."""
