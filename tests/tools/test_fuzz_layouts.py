@@ -112,7 +112,7 @@ def test_draws_from_a_pair_have_it() -> None:
 @pytest.mark.parametrize(
     ("pair", "reason"),
     [
-        (("model.head.num_labels = 3", "packing joined"), "merges the documents of a sequence"),
+        (("task.name = classify", "packing joined"), "merges the documents of a sequence"),
         (("model.num_layers = 2", "virtual stages"), "model.num_layers = 2 is fewer than the 4 stages"),
         (("task.name = classify-image", "packing whole"), "a sequence is one image"),
         (("train.recompute_layers = 1", "recompute none"), 'needs train.recompute = "full"'),
