@@ -30,4 +30,5 @@ def optimizer_class(name: object) -> Any:
 def length_defaults(optimizer: Any, total_steps: int) -> dict[str, Any]:
     """Keys of [optimizer] that are "none", with the constants that a run of ``total_steps`` has for them."""
     spec = optimizer_class(optimizer.name).from_config(optimizer, total_steps)
-    return {key: getattr(spec, key) for key, value in optimizer if value is None and hasattr(spec, key)}
+    constants = {key: getattr(spec, key, None) for key, value in optimizer if value is None}
+    return {key: constant for key, constant in constants.items() if constant is not None}

@@ -237,13 +237,13 @@ def test_the_card_says_what_was_trained(own_run: Callable[[str], Path], tmp_path
 def test_an_interruption_leaves_nothing_that_looks_whole(
     saved_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = safetensors_files._write
+    written = safetensors_files.write_file
 
     def interrupted(path: Path, tensors: Any) -> None:
         written(path, tensors)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(safetensors_files, "_write", interrupted)
+    monkeypatch.setattr(safetensors_files, "write_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export(choose_run(saved_runs / "tnl"), tmp_path / "to")
     assert list(tmp_path.iterdir()) == []

@@ -317,7 +317,9 @@ def _rotated_heads(backend: str, cu_seqlens: None, x: Tensor) -> dict[str, Tenso
     rows, tokens, columns = x.shape
     _, queries, keys = _head_groups(columns // 3)
     turned = 2 * (queries.width // 4)
-    angle = torch.arange(tokens, device=x.device)[:, None, None] / (1 + torch.arange(turned // 2, device=x.device))
+    # From the last token, so that it turns alike by itself.
+    steps = torch.arange(1 - tokens, 1, device=x.device)[:, None, None]
+    angle = steps / (1 + torch.arange(turned // 2, device=x.device))
     cos, sin = (one.to(x.dtype).expand(rows, -1, -1, -1) for one in (angle.cos(), angle.sin()))
     groups = [queries._replace(activations=("rotate",)), keys._replace(activations=("rotate", "none"))]
     parts = split_heads(x.transpose(0, 1), groups, (torch.cat([cos, cos], dim=-1), sin), backend=backend)

@@ -74,7 +74,7 @@ def test_unknown_operators_are_refused() -> None:
     ):
         operators.draw("delta", shape("gla"), FULL, "cpu", with_state=False)
     known = operators.case_of("gla")
-    with pytest.raises(UserError, match=r"no operator 'delta'; use one of .*gla, glu, lightnet"):
+    with pytest.raises(UserError, match=r"no operator 'delta'; use one of .*gla, glu, heads, lightnet"):
         operators.Case(operator="delta", draw=known.draw, form=known.form, by_token=known.by_token)
 
 

@@ -206,7 +206,7 @@ def test_commands_know_images(
         ("train", *WORDS, "task.label_smoothing=0.1", "--run", "runs/one"): "--allow-change task.label_smoothing",
         ("train", *WORDS, "task.augmentation.crop_scale=[2.0, 1.0]", "--run", "runs/x"): "a number > 0 and <= 1",
         ("train", "listops-tiny", "data.store=store", "--run", "runs/text"): "data.store = store has images",
-        ("train", *WORDS, "model.grid.shape=[2, 4]", "data.sequence_length=8", "--run", "runs/x"): "--images 4x8x1",
+        ("train", *WORDS, "model.grid.shape=[8, 4]", "data.sequence_length=32", "--run", "runs/x"): "--images 16x8x1",
     }.items():
         assert main(list(words)) != 0
         error = capsys.readouterr().err

@@ -33,6 +33,7 @@ from lightscale.training.health.copies import check_copies
 from lightscale.training.optimizer.registry import optimizer_spec
 
 FP64_LIMIT, FP32_LIMIT = 1e-7, 1e-3
+_NOTHING = 1e-30
 _STEP = 0.05
 """Of the gradient in units of its norm: weights move far enough that a wrong one shows in the next step."""
 
@@ -162,8 +163,9 @@ class _Case:
             total = _total(gradients)
             for name, parameter, gradient in _gradients(self.engine):
                 own = self._own(gradients[name], parameter)
-                # What is zero but for rounding has no size of its own.
-                _raise(errors, f"gradient of {name}", float((gradient - own).norm() / (own.norm() + 1e-6 * total)))
+                # What is zero but for rounding has no size of its own; without a label that counts, all is zero.
+                size = own.norm() + max(1e-6 * total, _NOTHING)
+                _raise(errors, f"gradient of {name}", float((gradient - own).norm() / size))
             _descend(self.engine, total)
         for name, parameter in _parameters(self.engine):
             own = self._own(weights[name], parameter)

@@ -177,6 +177,9 @@ def read_state(path: Path, manifest: Manifest, parts: Collection[str] = ()) -> d
         what = "optimizer counters" if "optimizer" in value else "no optimizer counters"
         raise DamagedCheckpoint(f"{file}: has {what}, and {_HOLDS[contents]}")
     for name, count in value.get("optimizer", {}).items():
+        # Sums of weights may be fractions.
+        if name.endswith("_steps") and not isinstance(count, int):
+            raise DamagedCheckpoint(f"{file}: optimizer.{shown(name)}: {count} is not a number of steps")
         # A skipped step counts for the run only.
         if count > state.step:
             raise DamagedCheckpoint(f"{file}: {count} steps as {shown(name)}, after {state.step} steps of the run")
