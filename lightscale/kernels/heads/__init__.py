@@ -35,7 +35,7 @@ class _Backend(Protocol):
 
 
 class _Heads(torch.autograd.Function):
-    """All parts with their gradient; saves the projection."""
+    """All parts with their gradient; saves the projection where SiLU's gradient reads it."""
 
     @staticmethod
     def forward(
@@ -44,7 +44,9 @@ class _Heads(torch.autograd.Function):
         phases = None if cos is None or sin is None else (cos, sin)
         made = iter(backend.heads_fwd(x, parts, phases))
         ctx.parts, ctx.backend = parts, backend
-        ctx.save_for_backward(x, cos, sin)
+        # Of other gradients x gives the shape alone: one number in its place.
+        is_read = any(part.activation == "silu" for part in parts)
+        ctx.save_for_backward(x if is_read else x.new_empty(()).expand(x.shape), cos, sin)
         ctx.set_materialize_grads(False)
         return tuple(part.of(x) if part.activation == "none" else next(made) for part in parts)
 
