@@ -106,7 +106,7 @@ def disturbed(plan: Plan, rank: int, world_size: int, trained: dict[int, Tensor]
         trained[step] = torch.cat([batch.tokens for batch in batches])
         return batches
 
-    def flip_and_go(self: Engine, batches: Any) -> Any:
+    def flip_and_go(self: Engine, batches: Any, **how: Any) -> Any:
         if plan.flip == max(trained) and rank == world_size - 1:
             words = next(self.flat_weights())[0].view(torch.int32)
             words[7] ^= 1 << 20
@@ -114,7 +114,7 @@ def disturbed(plan: Plan, rank: int, world_size: int, trained: dict[int, Tensor]
             poisoned.append(max(trained))
             moment = next(shard for shard in self.owned_shards() if shard.box.key.startswith("exp_avg_sq."))
             moment.data.view(-1)[3] = float("nan")
-        return forward_backward(self, batches)
+        return forward_backward(self, batches, **how)
 
     def disturb(self: Engine, batch: Any, losses: Tensor) -> Any:
         changes = {
