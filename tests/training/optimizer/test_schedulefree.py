@@ -205,10 +205,10 @@ def test_a_run_is_resumed_and_exported(workplace: Path, run_ranks: RunRanks, tmp
     words += ["optimizer.warmup_steps=2", "train.validate_every=2", "checkpoint.every=2", "checkpoint.keep_every=2"]
     words += ["parallel.tensor=2"]
     # The second ends at a checkpoint, and goes on as another length of the same run.
-    for name, more in (("whole", []), ("parts", ["train.steps=4"]), ("parts", [])):
+    for name, more in (("free-whole", []), ("free-parts", ["train.steps=4"]), ("free-parts", [])):
         results = run_ranks(commands, 2, str(workplace), [[*words, *more, "--run", name]])
         assert [code for code, _ in results[0]] == [0], results
-    runs = [RunDirectory(workplace / name) for name in ("whole", "parts")]
+    runs = [RunDirectory(workplace / name) for name in ("free-whole", "free-parts")]
     last = [max(run.checkpoints.glob("step-*6")) for run in runs]
     assert list(differences(*((path, read_headers(path, read_manifest(path))) for path in last))) == []
     losses = [
