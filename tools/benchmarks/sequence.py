@@ -263,7 +263,9 @@ def _operator(settings: SequenceSettings, kind: str, mesh: Mesh) -> Callable[[Te
         positions = (first + torch.arange(x.size(0))).repeat(x.size(1), 1)
         across = None if exchange is None else KeyGather(exchange)
         context = SequenceContext.of(positions, exchange=exchange, across=across)
-        context = dataclasses.replace(context, shared={part.spec.name: part(context).detach() for part in parts})
+        with torch.no_grad():
+            given = {part.spec.name: part(context) for part in parts}
+        context = dataclasses.replace(context, shared=given)
         output = module(x, context) if kind == "tpe" else module.mix(x, context)
         return cast(Tensor, output)
 
