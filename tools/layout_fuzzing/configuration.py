@@ -22,13 +22,22 @@ def config_of(drawn: Drawn, stores: str) -> RunConfig:
     """The run of a case. UserError or ValueError where it is none."""
     tables = nested(drawn.keys)
     micro = drawn.keys.get("train.micro_batch_size", 1)
+    task = tables["task"]
+    is_frozen = "adapter" in tables or (task["name"] == "preference" and task.get("loss") != "simpo")
     config = RunConfig.model_validate(
         {
             **tables,
             "data": {"store": f"{stores}/{store_of(tables)}", "sequence_length": TOKENS, **tables.get("data", {})},
             "optimizer": {"lr": 1e-3, **tables.get("optimizer", {})},
             # Cases that were kept before the batch was drawn had four micro-batches.
-            "train": {"steps": STEPS, "device": "cpu", "global_batch_size": 4 * micro, **tables.get("train", {})},
+            "train": {
+                "steps": STEPS,
+                "device": "cpu",
+                "global_batch_size": 4 * micro,
+                # Never read: frozen weights are those that the layout draws, the same on every one.
+                **({"init_from": "base@1"} if is_frozen else {}),
+                **tables.get("train", {}),
+            },
         }
     )
     check_model(config.model, config.parallel)
@@ -73,7 +82,7 @@ def store_of(tables: Mapping[str, Any]) -> str:
         return "images-" + "x".join(map(str, [*sides, patches.channels]))
     if grid is not None:
         return f"grids-{grid.document_tokens}"
-    return {"classify": "labelled", "sft": "answers"}.get(task, "text")
+    return {"classify": "labelled", "preference": "pairs", "sft": "answers"}.get(task, "text")
 
 
 def _check_cuts(config: RunConfig, drawn: Drawn) -> None:

@@ -13,8 +13,11 @@ from layout_fuzzing.options import DRAWN_TASKS, IMAGE_GRIDS, NOT_DRAWN, NUMBERS,
 from lightscale.config.mixers import MIXERS, Direction, mixer_options_type
 from lightscale.config.model import HeadConfig, ModelConfig, PatchesConfig
 from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
-from lightscale.config.schema import DataConfig, ParallelConfig, TrainConfig
+from lightscale.config.schema import AdapterConfig, DataConfig, ParallelConfig, TrainConfig
 from lightscale.config.tasks import task_class
+
+_ADAPTERS = 0.15
+"""Share of the cases that train adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,9 @@ class Drawer:
         able = [name for name in OPTIMIZERS if self._has_fields("optimizer", optimizer_class(name).options)]
         keys["optimizer.name"] = optimizer = self._choose("optimizer.name", able)
         self._options(keys, "optimizer", optimizer_class(optimizer).options)
+        if self._has_fixed("adapter") or rng.random() < _ADAPTERS:
+            keys["adapter.name"] = self._choose("adapter.name", NUMBERS["adapter.name"])
+            self._options(keys, "adapter", AdapterConfig)
         packing = "concat" if kind.reads_images else "whole" if kind.keeps_documents_whole else None
         keys["data.packing"] = self._choose("data.packing", [packing] if packing else _values(DataConfig, "packing"))
         drawn = self._with_layout(keys)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from lightscale.config.mixers import MIXERS, mixer_options_type
 from lightscale.config.model import GridConfig, ModelConfig
 from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
-from lightscale.config.schema import DataConfig, ParallelConfig, TrainConfig
+from lightscale.config.schema import AdapterConfig, DataConfig, ParallelConfig, TrainConfig
 from lightscale.config.tasks import TASKS, task_class
 
 STEPS = 3
@@ -99,6 +99,12 @@ NUMBERS: dict[str, list[Any]] = {
     "optimizer.slow_warmup_steps": [None, 2],
     "optimizer.newton_schulz_steps": [5, 2],
     "optimizer.adamw": [[], ["*_proj.weight"]],
+    "task.beta": [0.1, 0.5],
+    "task.gamma": [0.5, 0.0],
+    "adapter.name": ["lora", "dora"],
+    "adapter.r": [1, 3],
+    "adapter.lora_alpha": [2.0, 6.0],
+    "adapter.target_modules": [["*"], ["*.mixer.*"]],
 }
 """By the key, or its last part."""
 
@@ -118,9 +124,6 @@ NOT_DRAWN: dict[str, str] = {
     "task.label": "the name of the store's array",
     "task.teacher": "a run of another model: tests/training/test_distillation.py compares layouts with a teacher",
     "task.stage": "as task.teacher",
-    "task.loss": "pairs of answers: tests/training/test_preference.py compares layouts with the formulas",
-    "task.beta": "as task.loss",
-    "task.gamma": "as task.loss",
     "task.temperature": "as task.teacher",
     "task.cross_entropy_weight": "as task.teacher",
     "data.store": "the one that the task and the grid need",
@@ -140,8 +143,8 @@ NOT_DRAWN: dict[str, str] = {
     "train.kernels": "back-ends are compared operator by operator (tests/kernels)",
     "train.precision": "fp64 for comparisons, fp32 with the optimizer",
     "train.validate_every": "of validation, which the fuzzer does not do",
-    "train.init_from": "changes what training begins with",
-    "train.branch_from": "as train.init_from",
+    "train.init_from": "set with adapters and references, which begin with the model's initial weights here",
+    "train.branch_from": "changes what training begins with",
     "train.profile_steps": "measures",
     "optimizer.name": "drawn before its options",
     "optimizer.lr": "the schedule is a function of the step (tests/training)",
@@ -164,13 +167,8 @@ NOT_DRAWN: dict[str, str] = {
 """Fields that are not drawn by themselves, and why."""
 
 
-DRAWN_TASKS = sorted(
-    name
-    for name in TASKS
-    if "teacher" not in task_class(name).options.model_fields and not task_class(name).compares_answers
-)
-"""Names of the tasks that are drawn; see ``task.teacher`` and ``task.loss`` in ``NOT_DRAWN``. Nor is [adapter], whose
-layouts tests/models/test_low_rank.py compares with the merged form."""
+DRAWN_TASKS = sorted(name for name in TASKS if "teacher" not in task_class(name).options.model_fields)
+"""Names of the tasks that are drawn; see ``task.teacher`` in ``NOT_DRAWN``."""
 
 
 def tables() -> dict[str, type[BaseModel]]:
@@ -180,6 +178,7 @@ def tables() -> dict[str, type[BaseModel]]:
         "data": DataConfig,
         "train": TrainConfig,
         "parallel": ParallelConfig,
+        "adapter": AdapterConfig,
     }
     found |= {f"task:{name}": task_class(name).options for name in TASKS}
     found |= {f"optimizer:{name}": optimizer_class(name).options for name in OPTIMIZERS}

@@ -22,15 +22,19 @@ from lightscale.exchange.files.weights import exported_tensors, shape_of, stored
 from lightscale.exchange.imported import model_of
 from lightscale.exchange.plain.model import CausalModel
 from lightscale.models.accounting import rank_parameters, rank_parameters_by_name
+from lightscale.models.adapters import ADAPTERS, rank_adapter_parameters
+from lightscale.models.low_rank import begin_adapters, merge_adapters
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters, shard, unpadded_rows
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.tasks.interface import task_of
+from lightscale.tasks.preference import PreferenceConfig
 from lightscale.training.build import build_engine
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.health.copies import check_copies
 from lightscale.training.optimizer.registry import optimizer_spec
+from lightscale.training.preference import PreferenceObjective, build_reference
 
 FP64_LIMIT, FP32_LIMIT = 1e-7, 1e-3
 _NOTHING = 1e-30
@@ -110,14 +114,22 @@ class _Case:
         # "whole" writes an index of the store.
         index = Path(tempfile.mkdtemp(dir=folder))
         self.loader = TokenLoader.of(config, store, layout=layout, index_dir=index, targets=targets)
+        dtype, vocab_size = torch.float64 if wide else torch.float32, store.tokenizer.vocab_size
+        objective = None
+        if isinstance(config.task, PreferenceConfig):
+            reference = build_reference(config, mesh, vocab_size=vocab_size, dtype=dtype)
+            objective = PreferenceObjective(config.task, mesh, reference)
         self.engine = build_engine(
             config,
             mesh,
-            vocab_size=store.tokenizer.vocab_size,
+            vocab_size=vocab_size,
             trainable=True,
             num_sources=len(self.loader.mixture.names),
-            dtype=torch.float64 if wide else torch.float32,
+            dtype=dtype,
+            objective=objective,
         )
+        if config.adapters is not None:
+            begin_adapters(self.engine.chunks)
         check_copies(self.engine)
 
     def batches(self) -> list[Any]:
@@ -174,7 +186,10 @@ class _Case:
         stage = self.mesh.groups.pp.rank()
         if self.config.parallel.virtual_stages == 1:
             held = sum(parameter.numel() for chunk in self.engine.chunks for parameter in chunk.parameters())
-            counted = rank_parameters(self.config.model, tensor=self.mesh.tensor, pipeline=self.mesh.pipeline)[stage]
+            axes = {"tensor": self.mesh.tensor, "pipeline": self.mesh.pipeline}
+            counted = rank_parameters(self.config.model, **axes)[stage]
+            if self.config.adapters is not None:
+                counted += sum(rank_adapter_parameters(self.config.model, self.config.adapters, **axes)[stage].values())
             errors["parameters that plan counts"] = abs(held - counted)
         return errors
 
@@ -212,7 +227,12 @@ class _Case:
     def _planned_bytes(self) -> float:
         axes = {"tensor": self.mesh.tensor, "pipeline": self.mesh.pipeline}
         spec = optimizer_spec(self.config)
-        stages = rank_parameters_by_name(self.config.model, **axes)
+        model, adapters = self.config.model, self.config.adapters
+        stages = (
+            rank_parameters_by_name(model, **axes)
+            if adapters is None
+            else rank_adapter_parameters(model, adapters, **axes)
+        )
         held = sum(spec.state_bytes(name) * count for stage in stages for name, count in stage.items())
         return held * self.mesh.tensor
 
@@ -245,6 +265,9 @@ class _Case:
             for _, parameter in named_parameters(module):
                 noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.add_(0.02 * noise)
+            if self.config.adapters is not None:
+                # What is exported and imported.
+                merge_adapters(self.engine.chunks)
             whole = module(tokens, positions)[..., :NUM_IDS]
             for parts in ([7, 1, 13, whole_tokens - 21], [1] * whole_tokens):
                 states: dict[str, Any] = {}
@@ -255,7 +278,7 @@ class _Case:
                 shape = shape_of(model, vocab_size=NUM_IDS)
             except UserError:
                 return errors
-            weights = dict(named_parameters(module))
+            weights = {name: one for name, one in named_parameters(module) if f".{ADAPTERS}." not in name}
             plain = CausalModel(shape).double()
             taken = exported_tensors(model, vocab_size=NUM_IDS)
             plain.load_state_dict({name: _rows(weights[rows.key], rows.ranges) for name, rows in taken.items()})

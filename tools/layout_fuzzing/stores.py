@@ -1,10 +1,11 @@
 """Small made-up stores.
 
-Text of two sources, one with a loss mask; documents with labels; questions with answers; texts of one length, with
-labels and a loss mask, as grids; images of random pixels.
+Text of two sources, one with a loss mask; documents with labels; questions with answers; pairs of answers; texts of
+one length, with labels and a loss mask, as grids; images of random pixels.
 """
 
 import itertools
+import json
 import random
 import string
 from pathlib import Path
@@ -20,7 +21,9 @@ _LABELS = 3
 
 
 def write_stores(folder: Path) -> None:
-    """``text``, ``labelled``, ``answers``, ``grids-TOKENS`` and ``images-HEIGHTxWIDTHxCHANNELS`` in ``folder``."""
+    """The stores of these names in ``folder``: ``text``, ``labelled``, ``answers``, ``pairs``, ``grids-TOKENS``,
+    ``images-HEIGHTxWIDTHxCHANNELS``.
+    """
     rng, tokenizer = random.Random(0), AsciiTokenizer()
     with StoreWriter(folder / "text", tokenizer) as writer:
         for name, masked in (("plain", False), ("masked", True)):
@@ -43,6 +46,7 @@ def write_stores(folder: Path) -> None:
             mask = np.repeat([0, 1], [len(asked), len(answer)])
             source.append(tokenizer.encode(asked + answer), num_bytes=len(mask), loss_mask=mask)
         writer.finish({})
+    _write_pairs(folder, tokenizer, rng)
     with StoreWriter(folder / "labelled", tokenizer) as writer:
         source = writer.source("words", "train", documents={"label": "int32"})
         for _ in range(300):
@@ -50,6 +54,22 @@ def write_stores(folder: Path) -> None:
             text = "".join(rng.choices(("abc", "def", "ghi")[label], k=rng.randint(1, 40)))
             source.append(tokenizer.encode(text), num_bytes=len(text), documents={"label": label})
         writer.finish({})
+
+
+def _write_pairs(folder: Path, tokenizer: AsciiTokenizer, rng: random.Random) -> None:
+    """Both answers to a prompt, and what `data prepare` notes of such a source."""
+    with StoreWriter(folder / "pairs", tokenizer) as writer:
+        source = writer.source("answers", "train", has_loss_mask=True)
+        for _ in range(150):
+            prompt = rng.choices(string.digits, k=rng.randint(1, 9))
+            for answer in (rng.choices(string.ascii_letters, k=rng.randint(1, 9)) for _ in range(2)):
+                mask = np.repeat([0, 1], [len(prompt), len(answer)])
+                source.append(tokenizer.encode("".join(prompt + answer)), num_bytes=len(mask), loss_mask=mask)
+        writer.finish({})
+    metadata = folder / "pairs" / "answers" / "zarr.json"
+    group = json.loads(metadata.read_text("utf-8"))
+    group["attributes"]["chat"] = {"pairs": True}
+    metadata.write_text(json.dumps(group), encoding="utf-8")
 
 
 def _write_grids(folder: Path, tokens: int) -> None:
