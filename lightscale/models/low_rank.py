@@ -71,6 +71,10 @@ class LowRank(MegatronModule):
             set_initializer(made, draws[name])
             self.register_parameter(name, made)
 
+    def forward(self) -> dict[str, Tensor]:
+        """The matrices by name; called, it waits for their gathered values, as Megatron's layers do in their forward."""
+        return dict(self.named_parameters())
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -117,9 +121,13 @@ class AdaptedLayer:
         self.hook = layer.register_forward_hook(self)
         self.is_off = False
 
+    def _read(self, name: str) -> list[Tensor]:
+        """Of each adapter."""
+        return [one()[name] for one in self.adapters]
+
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """A (R, columns) and B (rows, R) of all maps together, R the sum of their ranks."""
-        first, second = ([getattr(one, name) for one in self.adapters] for name in ("lora_A", "lora_B"))
+        first, second = map(self._read, ("lora_A", "lora_B"))
         if self.is_whole:
             return first[0], second[0]
         return torch.cat(first), F.pad(torch.block_diag(*second), (0, 0, 0, 1))[self.order]
@@ -145,7 +153,7 @@ class AdaptedLayer:
 
     def _factors(self, norms: Tensor) -> Tensor:
         """m / norm of each row, (rows,); 1 of rows without an adapter."""
-        magnitudes = torch.cat([one.lora_magnitude_vector for one in self.adapters])
+        magnitudes = torch.cat(self._read("lora_magnitude_vector"))
         # A row behind them, which rows without an adapter take: their own norm.
         found = F.pad(magnitudes, (0, 1))[self.order].to(norms.dtype)
         found = torch.where(self.order < len(magnitudes), found, norms)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightscale.config.schema import AdapterConfig
 from lightscale.models.adapters import LinearMap, adapted_maps, rank_adapter_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
-from lightscale.models.low_rank import add_adapters, merge_adapters
+from lightscale.models.low_rank import add_adapters, begin_adapters, merge_adapters
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import Mesh
@@ -30,14 +30,16 @@ KINDS = {
 }
 
 
-def adapted_engine(mesh: Mesh, case: Any, kind: str, dtype: torch.dtype = torch.float64) -> Engine:
+def adapted_engine(
+    mesh: Mesh, case: Any, kind: str, dtype: torch.dtype = torch.float64, *, overlap: bool | None = None
+) -> Engine:
     model = parity.MODELS[case.model]
     config = transformer_config(model, mesh, dtype, recompute=case.recompute, recompute_layers=case.recompute_layers)
     chunks = language_model_chunks(config, model, vocab_size=parity.VOCAB_SIZE, mesh=mesh)
     add_adapters(chunks, KINDS[kind])
     for chunk in chunks:
         draw_weights(chunk, seed=0, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
-    return Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4)
+    return Engine(chunks, config, mesh, optimizer=AdamW(), position_buckets=4, overlap=overlap)
 
 
 def values_of(linear: LinearMap, adapter: AdapterConfig) -> dict[str, Tensor]:
@@ -150,6 +152,29 @@ def test_every_axis_gives_the_gradients_of_the_merged_form(run_ranks: RunRanks, 
         2: ["dora: tnl tensor=2", "some: hybrid pipeline=2 recompute=full"],
     }
     check(run_ranks, tmp_path, layouts)
+
+
+def steps(rank: int, world_size: int, init_method: str, kinds: list[str]) -> list[list[float]]:
+    """Losses of three steps of each kind, without and with gathering beside the computation."""
+    found = []
+    for _, case, mesh in parity.on_meshes(["tnl"], rank, world_size, init_method):
+        for kind in kinds:
+            for overlap in (False, True):
+                engine = adapted_engine(mesh, case, kind, torch.float32, overlap=overlap)
+                begin_adapters(engine.chunks)
+                losses = []
+                for step in range(3):
+                    losses.append(engine.forward_backward(parity.step_batches(step, mesh, case)).mean)
+                    engine.step(1e-1)
+                found.append(losses)
+    return found
+
+
+def test_what_is_gathered_beside_the_computation_is_waited_for(run_ranks: RunRanks) -> None:
+    """As on GPUs: each data rank steps its share of the adapters, and reads those of the others."""
+    apart, beside, dora_apart, dora_beside = run_ranks(steps, 2, ["lora", "dora"])[0]
+    assert apart == beside and dora_apart == dora_beside
+    assert len({*apart}) == 3, "the steps change something"
 
 
 @pytest.mark.long
