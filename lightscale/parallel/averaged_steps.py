@@ -64,7 +64,7 @@ class AveragedOptimizer(MegatronOptimizer):
 
     def apply(self, lr: float) -> None:
         """See ``Optimizer``."""
-        own = (lr / self.spec.peak_lr) ** 2
+        own = lr**2
         self._weight += own
         for part in self.megatron.chained_optimizers:
             part.optimizer.share = own / self._weight if own else 0.0
@@ -103,7 +103,7 @@ class AveragedOptimizer(MegatronOptimizer):
         return None
 
     def counters(self) -> dict[str, float]:
-        """See ``Optimizer``; and the sum of the squares of the done steps' rates, as shares of the peak."""
+        """See ``Optimizer``; and the sum of the squares of the done steps' rates."""
         return {**super().counters(), self.spec.weight_counter: self._weight}
 
     def set_counters(self, counters: Mapping[str, float]) -> None:

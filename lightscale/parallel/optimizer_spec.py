@@ -177,9 +177,6 @@ class AveragedSpec(ElementwiseSpec):
     validation, exports) is x.
     """
 
-    peak_lr: float = 1.0
-    """Largest learning rate; the sum is of squares of shares of it."""
-
     scaled_state: ClassVar[tuple[str, ...]] = ("z",)
     weight_counter: ClassVar[str]
     """The name of the sum in a checkpoint's state.json."""

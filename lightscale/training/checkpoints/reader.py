@@ -176,9 +176,10 @@ def read_state(path: Path, manifest: Manifest, parts: Collection[str] = ()) -> d
     if ("optimizer" in value) != (contents == "full"):
         what = "optimizer counters" if "optimizer" in value else "no optimizer counters"
         raise DamagedCheckpoint(f"{file}: has {what}, and {_HOLDS[contents]}")
-    for name, count in value.get("optimizer", {}).items():
-        # Sums of weights may be fractions.
-        if name.endswith("_steps") and not isinstance(count, int):
+    # Other counters are sums of rates.
+    steps = {name: count for name, count in value.get("optimizer", {}).items() if name.endswith("_steps")}
+    for name, count in steps.items():
+        if not isinstance(count, int):
             raise DamagedCheckpoint(f"{file}: optimizer.{shown(name)}: {count} is not a number of steps")
         # A skipped step counts for the run only.
         if count > state.step:

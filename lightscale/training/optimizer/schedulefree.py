@@ -54,7 +54,7 @@ class ScheduleFree(AveragedSpec):
     options: ClassVar[type[OptimizerConfig]] = ScheduleFreeConfig
     state: ClassVar[tuple[str, ...]] = ("z", "exp_avg_sq")
     step_counter: ClassVar[str] = "schedulefree_steps"
-    weight_counter: ClassVar[str] = "schedulefree_weight"
+    weight_counter: ClassVar[str] = "schedulefree_lr_squares"
     state_description: ClassVar[str] = "the steps, their average and the second moment"
 
     @classmethod
@@ -63,7 +63,6 @@ class ScheduleFree(AveragedSpec):
         return cls(
             betas=config.betas,
             eps=config.eps,
-            peak_lr=config.lr,
             weight_decay=config.weight_decay,
             grad_clip=config.grad_clip,
         )

@@ -133,7 +133,8 @@ def resumed(rank: int, world_size: int, init_method: str, axes: Any, precision: 
                 faults.append("another loss of the weights that are read")
         tiny.train(other, 2, 4)
         faults += tiny.differing(tiny.own_state(engine), tiny.own_state(other))
-        if other.counters() != engine.counters() or not 3 < engine.counters()["schedulefree_weight"] <= 4:
+        squares = 4 * tiny.LR**2
+        if other.counters() != engine.counters() or engine.counters()["schedulefree_lr_squares"] != squares:
             faults.append(f"{engine.counters()} and {other.counters()}")
         # Weights alone: all three are those that were saved.
         third = tiny.engine_in(mesh, seed=7, **how)
