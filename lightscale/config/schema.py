@@ -368,7 +368,7 @@ class AdapterConfig(Section):
     r: Width = 8
     """Rank: rows of A and columns of B."""
     lora_alpha: Positive = 8.0
-    """Scale of B A, times r."""
+    """Numerator of lora_alpha / r, the factor of B A."""
     target_modules: list[Annotated[str, Field(min_length=1)]] = Field(
         default=["*"], min_length=1, max_length=MOST_ENTRIES
     )

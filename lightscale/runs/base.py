@@ -9,10 +9,15 @@ from lightscale.runs.run_directory import RunDirectory
 def base_run(config: RunConfig) -> tuple[RunDirectory, int]:
     """The directory and the step of the frozen model of ``config``, which has one; a branch has its parent's.
 
-    Raises UserError if the parent of a branch has no valid configuration.
+    Raises UserError if the parent of a branch has no valid configuration, or no frozen model.
     """
+    asked = config.train.branch_from
     while config.train.init_from is None:
-        assert config.train.branch_from is not None, "checked with the configuration"
+        if config.train.branch_from is None:
+            raise UserError(
+                f'train.branch_from = "{asked}": the run that it branches off has no frozen model; to begin with its '
+                f'weights, frozen, set train.init_from = "{asked}" in place of train.branch_from'
+            )
         config = load(RunDirectory(config.train.branch_from.rpartition("@")[0]).config)
     name, _, step = config.train.init_from.rpartition("@")
     return RunDirectory(name), int(step)

@@ -14,7 +14,9 @@ The loss of a step is the mean over its pairs. The reference is the checkpoint o
 """
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from lightscale.config.mixers import CAUSAL
 from lightscale.config.model import ModelConfig
@@ -34,7 +36,13 @@ class PreferenceConfig(TaskConfig):
     beta: Positive = 0.1
     """Factor of the difference of log-probabilities; of ipo: half the inverse of its target."""
     gamma: PositiveOrZero = 0.5
-    """Margin that simpo subtracts from the difference; without effect in other losses."""
+    """Margin that simpo subtracts from beta times the difference."""
+
+    @model_validator(mode="after")
+    def _check_gamma(self) -> Self:
+        if self.loss != "simpo" and self.gamma != type(self).model_fields["gamma"].default:
+            raise ValueError(f'gamma = {self.gamma} has no effect in loss = "{self.loss}"; remove it')
+        return self
 
     @property
     def has_reference(self) -> bool:

@@ -29,12 +29,12 @@ class Base:
         return {"checkpoint": str(self.checkpoint), "step": self.step, "manifest": self.manifest}
 
     def check(self, path: Path, recorded: Mapping[str, Any] | None) -> None:
-        """UserError if ``recorded``, the fact in the manifest of the adapters in ``path``, is of another checkpoint."""
+        """UserError if ``recorded``, the fact in the manifest of ``path``, is of another checkpoint, or none."""
         if recorded is None or recorded["manifest"] != self.manifest:
             there = "none" if recorded is None else f"{recorded['checkpoint']} ({recorded['manifest'][:16]}…)"
             raise UserError(
-                f"{path} was trained beside another base: {there}, and train.init_from names {self.checkpoint} "
-                f"({self.manifest[:16]}…); restore the checkpoint that it was trained beside"
+                f"{path} was trained beside another frozen model: {there}, and train.init_from names "
+                f"{self.checkpoint} ({self.manifest[:16]}…); use the one that it was trained beside, or start a new run"
             )
 
 

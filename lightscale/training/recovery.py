@@ -127,7 +127,7 @@ class Recovery:
         self._reference = reference
         self._ranks = Agreement(engine.mesh.control)
         self.base: Base | None = None
-        """The frozen weights beside adapters, read by ``resume``; None: the whole model is trained."""
+        """The frozen weights beside adapters or of a reference, read by ``resume``; None: the run has none."""
         self._checkpoints = Checkpoints(
             directory.checkpoints,
             engine.mesh,

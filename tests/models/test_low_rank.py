@@ -129,7 +129,8 @@ def errors_of(mesh: Mesh, case: Any, kind: str, recorded: tuple[Any, ...]) -> di
         part = parity.own_part(logits[mesh.data_rank + number * mesh.data], case, mesh)
         errors["logits"] = max(errors.get("logits", 0.0), parity.error(output, part) if part.numel() else 0.0)
     gradients = parity.gradients(engine)
-    assert gradients.keys() <= expected.keys(), "frozen weights have no gradient"
+    trained = {name for chunk in engine.chunks for name, one in named_parameters(chunk) if one.requires_grad}
+    assert gradients.keys() == trained <= expected.keys(), "frozen weights have no gradient"
     for name, gradient in gradients.items():
         errors[name] = parity.error(gradient, expected[name][1])
     merge_adapters(engine.chunks)

@@ -110,7 +110,7 @@ def test_adapters_alone_are_trained_stored_and_resumed(
     assert metrics["lora"][0]["loss"] == metrics["dora"][0]["loss"]
     assert steps_of(metrics["resumed"]) == steps_of(metrics["lora"])
     assert "is not the checkpoint that runs/moved started from" in outputs[6]
-    assert "was trained beside another base: runs/base/checkpoints/step-00000004" in outputs[7]
+    assert "was trained beside another frozen model: runs/base/checkpoints/step-00000004" in outputs[7]
     assert "runs/lora holds adapters, and train.init_from needs a whole model" in outputs[8]
     assert '"*.qq" is the name of no linear map of the model; a name is layers.' in outputs[9]
     assert "[adapter] trains matrices beside frozen weights" in outputs[10]

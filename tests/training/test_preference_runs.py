@@ -116,6 +116,9 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         [*TUNE, "train.init_from=none", "--run", "runs/none"],
         [*TUNE, "task.name=sft", "--run", "runs/none"],
         [*TUNE, "data.sequence_length=16", "data.validation={}", "train.validate_every=0", "--run", "runs/none"],
+        [*TUNE, "data.sequence_length=16", "--run", "runs/none"],
+        [*TUNE, "train.init_from=none", "train.branch_from=runs/base@2", "--run", "runs/none"],
+        [*TUNE, "task.gamma=0.2", "--run", "runs/none"],
     ]
     return [*found, *commands(rank, world_size, f"{init_method}-again", folder, again)]
 
@@ -135,6 +138,9 @@ def test_preferences_are_learned_and_resumed(
             "compares the model with the one that it begins from; set train.init_from",
             'holds pairs of answers, half of them rejected; use task.name = "preference"',
             "a pair of answers has",
+            "sums-validation: a pair of answers has 20 tokens, more than data.sequence_length = 16; use 20 or more",
+            'train.branch_from = "runs/base@2": the run that it branches off has no frozen model',
+            'gamma = 0.2 has no effect in loss = "dpo"; remove it',
         ],
         strict=True,
     ):

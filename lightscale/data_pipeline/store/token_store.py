@@ -343,6 +343,10 @@ class TokenSource:
         """Whether documents are preferences: the chosen answer to a prompt, then the rejected one."""
         return bool(self.chat and self.chat.get("pairs"))
 
+    def longest_pair(self) -> int:
+        """Most tokens of a pair of answers; reads the ends of all documents."""
+        return int(np.diff(self.document_ends(0, self.num_documents)[1::2], prepend=0).max(initial=0))
+
     @property
     def has_origins(self) -> bool:
         """Whether it records the origins of its documents."""

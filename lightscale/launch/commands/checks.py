@@ -218,6 +218,13 @@ def _check_store(config: RunConfig) -> None:
                 "prepare both with the same tokenizer"
             )
         task.check_store(config.model, other, [validation.source])
+        # In training data the loader finds it before the first step.
+        if task.compares_answers and (longest := other.source(validation.source).longest_pair()) > data.sequence_length:
+            raise UserError(
+                f"data.validation.{name}.source = {validation.source}: a pair of answers has {longest:,} tokens, more "
+                f"than data.sequence_length = {data.sequence_length:,}; use {longest} or more, or prepare the source "
+                "with a smaller chat.max_tokens"
+            )
         for number, (one, two) in enumerate(zip(task.class_names(store), task.class_names(other), strict=False)):
             if one != two:
                 raise UserError(

@@ -83,7 +83,7 @@ class Facts(_Strict):
     config: _Text = ""
     attempt: _Count = 0
     tokenizer: _Text = ""
-    # Of adapters alone.
+    # Of runs with a frozen model: adapters, and preferences with a reference.
     base: _Base | None = None
     layout: _Layout
     # Whether parameters that several pipeline stages hold were drawn alike; not in manifests from before they were.
