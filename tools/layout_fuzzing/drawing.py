@@ -88,8 +88,7 @@ class Drawer:
             pattern[rng.randrange(len(pattern))] = mixer
         keys: dict[str, Any] = {"task.name": task, "model.mixer": pattern if len(pattern) > 1 else pattern[0]}
         sizes = ["num_layers", "hidden_size", "num_heads", "intermediate_size"]
-        # Images have no ids.
-        for name in sizes if kind.reads_images else [*sizes, "vocab_size"]:
+        for name in [*sizes, "vocab_size"]:
             keys[f"model.{name}"] = self._choose(f"model.{name}", NUMBERS[f"model.{name}"])
         if kind.predicts_labels:
             self._table(keys, "model.head", HeadConfig)
@@ -97,6 +96,9 @@ class Drawer:
             self._table(keys, "model.patches", PatchesConfig)
             keys["model.grid"] = self._choose("model.grid", IMAGE_GRIDS)
         self._options(keys, "model", ModelConfig)
+        if kind.reads_images:
+            # Images have no ids.
+            del keys["model.vocab_size"]
         for name in pattern:
             self._mixer(keys, name, kind.directions)
         self._options(keys, "task", kind.options)
