@@ -72,7 +72,7 @@ class LowRank(MegatronModule):
             self.register_parameter(name, made)
 
     def forward(self) -> dict[str, Tensor]:
-        """The matrices by name; called, it waits for their gathered values, as Megatron's layers do in their forward."""
+        """The matrices by name; a call waits for their gathered values, as Megatron's layers do in their forward."""
         return dict(self.named_parameters())
 
     def sharded_state_dict(

@@ -211,8 +211,8 @@ class WholeWindows:
             if self._together > 1 and lengths.max() > self.sequence_length:
                 raise UserError(
                     f"source {self.source.name}: a pair of answers has {lengths.max():,} tokens, and a sequence "
-                    f"{self.sequence_length:,}; use longer sequences (data.sequence_length, data.curriculum), or prepare "
-                    "the source with a smaller chat.max_tokens"
+                    f"{self.sequence_length:,}; use longer sequences (data.sequence_length, data.curriculum), or "
+                    "prepare the source with a smaller chat.max_tokens"
                 )
             counts[region + 1] = pack_region(lengths, self.sequence_length).num_windows
         return np.cumsum(counts)
