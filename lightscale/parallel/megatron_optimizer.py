@@ -150,6 +150,8 @@ class MegatronOptimizer(Optimizer):
         )
         for part in self.megatron.chained_optimizers:
             _number_in_order(part)
+            groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+            self.mixes_dtypes |= any(full and half for full, half in groups)
         # By group, None: of all that have no limit of their own.
         self._limits: dict[str | None, float] = {None: spec.grad_clip}
         self._limits |= {name: one.grad_clip for name, one in spec.groups.items() if one.grad_clip is not None}

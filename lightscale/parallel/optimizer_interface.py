@@ -46,6 +46,8 @@ class Optimizer(ABC):
         self.spec = spec
         self.head_shares: Tensor | None = None
         """(layers, heads) fp64 on the host: γ of ``OptimizerSpec.qk_clip`` in the next ``apply``; None: none."""
+        self.mixes_dtypes = False
+        """Whether one of this rank's parameter groups has parameters in fp32 and in half precision."""
 
     @abstractmethod
     def zero_grad(self) -> None:

@@ -132,7 +132,7 @@ class Checkpoints:
 
         Args:
             allow: changes that are accepted: ``versions`` or ``versions.NAME`` of a package (see ``environment``), and
-                ``model.embedding_std`` (see ``_check_one_embedding``).
+                ``model.embedding_std`` (see ``_check_one_embedding``), ``optimizer.groups`` (see ``_check_numbering``).
             conversion: with ``weights_only``, of a model with other mixers; the weights that it does not keep stay.
             frozen: read the frozen weights of ``engine``, not those that it trains.
 
@@ -166,6 +166,7 @@ class Checkpoints:
                 changes = () if weights_only else _check_environment(path, manifest, allow)
                 if self._has_own_embedding_std and not weights_only:
                     _check_one_embedding(path, manifest, allow)
+                self._check_numbering(path, manifest, engine, allow)
                 # Before the model: the state of another optimizer has other tensors.
                 if not weights_only:
                     _check_counters(path, contents.state, engine.counters())
@@ -221,6 +222,23 @@ class Checkpoints:
             raise DamagedCheckpoint(
                 f"{path / NAME}: expected {step * self._tokens_per_step} tokens after {step} steps of "
                 f"{self._tokens_per_step}, found {tokens}"
+            )
+
+    def _check_numbering(self, path: Path, manifest: Manifest, engine: Engine, allow: Collection[str]) -> None:
+        """Refuse weights that may be under another parameter's name: shapes cannot tell, as the parameters' are equal.
+
+        A run's own checkpoints, or those that it begins from: the groups of this engine stand for the writer's.
+        """
+        if manifest.facts.get("numbering") == "by parameter" or is_named("optimizer.groups", allow):
+            return
+        mixes = self._ranks.on_all(lambda: engine.optimizer is not None and engine.optimizer.mixes_dtypes)
+        if any(mixes):
+            raise UserError(
+                f"{path} may have the weights of one parameter under the name of another: it was written in half "
+                "precision by a version of lightscale that mistook parameters of one group of the optimizer for each "
+                "other where some of them are kept in fp32 (as in the mixers of the delta rule). Start a new run. If "
+                'it was written with train.precision = "fp32", or imported, its weights are right: read it with '
+                "--allow-change optimizer.groups"
             )
 
     def _read(

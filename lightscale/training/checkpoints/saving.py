@@ -376,6 +376,8 @@ class Saver:
             "layout": self.mesh.axes,
             # Of parameters that several stages hold; earlier versions, which do not say it, could draw them apart.
             "stage_copies": "equal",
+            # Of fp32 weights and state; earlier versions could save one parameter's under another's name.
+            "numbering": "by parameter",
             "versions": environment(),
             "hosts": [host for host, _, _ in own],
         }

@@ -88,6 +88,8 @@ class Facts(_Strict):
     layout: _Layout
     # Whether parameters that several pipeline stages hold were drawn alike; not in manifests from before they were.
     stage_copies: _Text = ""
+    # How fp32 weights and state were found; not in manifests from before each parameter had its own.
+    numbering: _Text = ""
     versions: Annotated[dict[_Text, _Text], Field(max_length=100)]
     hosts: Annotated[list[_Text], Field(max_length=_MOST_RANKS)]
 

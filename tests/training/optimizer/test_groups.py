@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import DataConfig, RunConfig, TrainConfig
 from lightscale.errors import UserError
 from lightscale.training.build import build_engine
+from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.checkpoints.manifest import NAME, read_manifest, write_manifest
+from lightscale.training.checkpoints.restore import Checkpoints
+from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.health.copies import check_copies
 from lightscale.training.optimizer.registry import optimizer_spec
 
@@ -249,3 +254,36 @@ def mixed(rank: int, world_size: int, init_method: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_group_has_parameters_in_fp32_and_in_bf16(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks(mixed, ranks) == [[]] * ranks
+
+
+def resumed_as_old(rank: int, world_size: int, init_method: str, folder: str) -> list[str]:
+    """How checkpoints are read whose manifest does not say that each parameter had its own weights."""
+    found = []
+    groups = {"all": {"parameters": ["*"], "weight_decay": 0.0}}
+    with tiny.mesh_on((world_size, 1, 1, 1), rank, init_method) as mesh:
+        for precision in ("bf16", "fp32"):
+            engine = tiny.engine_in(mesh, optimizer={"groups": groups}, precision=precision, **MODEL)
+            directory = Path(folder) / f"{world_size}-{precision}"
+            Saver(directory, mesh).save(engine, step=1, common={}, facts={"tokens": 1})
+            if rank == 0:
+                path = directory / directory_name(1)
+                manifest = read_manifest(path)
+                (path / NAME).unlink()
+                facts = {key: fact for key, fact in manifest.facts.items() if key != "numbering"}
+                write_manifest(path, manifest.files, facts)
+            dist.barrier()
+            for allow in ((), ("optimizer.groups",)):
+                try:
+                    restored = Checkpoints(directory, mesh).restore(engine, allow=allow)
+                    found.append(f"step {restored.step}" if restored is not None else "none")
+                except UserError as error:
+                    found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_old_checkpoints_of_such_groups_are_refused(run_ranks: RunRanks, tmp_path: Path, ranks: int) -> None:
+    for refused, *others in run_ranks(resumed_as_old, ranks, str(tmp_path)):
+        assert "step-00000001 may have the weights of one parameter under the name of another" in refused
+        assert "--allow-change optimizer.groups" in refused
+        assert others == ["step 1"] * 3
