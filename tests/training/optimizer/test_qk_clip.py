@@ -263,7 +263,11 @@ def test_a_plan_counts_the_scores_once_more() -> None:
         CostModel(one, 48, H100).predict(check_layout(one, 1))
         for one in (config_of({}, {}), config_of({}, {"qk_clip": 100.0}))
     )
-    assert clipped.step_s > plain.step_s
+    # A product of queries and keys in each layer: 2 T² / 2 H D FLOPs.
+    flops = MODEL["num_layers"] * 48**2 * MODEL["hidden_size"]
+    more_s = clipped.work.operators_s - plain.work.operators_s
+    assert more_s == pytest.approx(flops / plain.peak_flops, rel=1e-6)
+    assert clipped.step_s - plain.step_s == pytest.approx(more_s, rel=1e-2)
 
 
 @pytest.mark.long
