@@ -101,7 +101,7 @@ test-long: install
 	exit $$failed
 
 # The full counts of restarts and faults: about an hour. And all cases of the products of which a run draws some.
-DRAWN := $$(grep --recursive --files-with-matches 'helpers" / "drawing.py' tests --include 'test_*.py')
+DRAWN := $$(grep --recursive --files-with-matches '"drawing.py"' tests --include 'test_*.py')
 test-soak: install
 	$(PYTEST) -m soak
 	LIGHTSCALE_TEST_SEED=all $(PYTEST) -m 'not soak and not gpu and not twin' --numprocesses $(JOBS) --dist loadfile $(DRAWN)

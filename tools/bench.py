@@ -121,7 +121,7 @@ def run_convert(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
 
 def run_distill(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """A LLaMA that becomes a hybrid, with and without distillation."""
-    settings = {name: getattr(args, name) for name in ("mixer", "source_steps", "steps", "shares")}
+    settings = {name: getattr(args, name) for name in ("tokenizer", "mixer", "source_steps", "steps", "shares")}
     for figures in distill.run(args):
         yield BenchmarkReport(settings=settings, figures=figures, table=distill.table(figures))
 

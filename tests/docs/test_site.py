@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 browser = SimpleNamespace(**runpy.run_path(str(ROOT / "tests" / "helpers" / "browser.py")))
 
-# The site is built once, within the time of the first test.
+# The site is built once, within the time of the first test. It takes half a minute: `.ci/run` runs `make docs`, and a
+# share of these tests.
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -94,6 +95,7 @@ def test_a_broken_link_fails_the_build(tmp_path: Path, lines: list[str]) -> None
         assert any(BROKEN[line] in warning for warning in warnings), (line, built.stderr)
 
 
+@pytest.mark.long
 def test_each_command_and_each_option_has_an_entry(site: Path) -> None:
     ids = elements(site / "reference" / "commands.html").ids
     # Completion walks the parsers on its own.
@@ -115,6 +117,7 @@ def test_each_command_and_each_option_has_an_entry(site: Path) -> None:
     assert {one for one in options - ids if not one.endswith(("-h", "-help"))} == set()
 
 
+@pytest.mark.long
 def test_each_key_of_a_configuration_has_an_entry(site: Path) -> None:
     page = site / "reference" / "configuration.html"
     keys = {f"confval-{described.key}" for described in describe_fields()}
@@ -125,6 +128,7 @@ def test_each_key_of_a_configuration_has_an_entry(site: Path) -> None:
     assert '"layernorm" in arch/causal-rn-printed' in text.replace("&quot;", '"')
 
 
+@pytest.mark.long
 def test_each_mixer_is_on_a_page_with_equations_and_counts(site: Path) -> None:
     pages = [path.read_text(encoding="utf-8") for path in sorted((site / "reference" / "architectures").glob("*.html"))]
     listed = subprocess.run(
@@ -139,6 +143,7 @@ def test_each_mixer_is_on_a_page_with_equations_and_counts(site: Path) -> None:
         ), mixer
 
 
+@pytest.mark.long
 def test_an_index_stands_behind_an_accented_letter(site: Path) -> None:
     text = (site / "reference" / "architectures" / "lightnet.html").read_text(encoding="utf-8")
     # k̄_t, three times; docutils alone would write t below k̄.
@@ -146,6 +151,7 @@ def test_an_index_stands_behind_an_accented_letter(site: Path) -> None:
     assert "<munderover>" not in text
 
 
+@pytest.mark.long
 def test_many_values_of_a_key_are_folded_away(site: Path) -> None:
     text = (site / "reference" / "configuration.html").read_text(encoding="utf-8")
     folded = text.partition('id="confval-model.hidden_size"')[2].partition("</details>")[0]
@@ -222,6 +228,7 @@ def test_errors_of_a_page_are_found(tmp_path: Path, page: SimpleNamespace) -> No
         assert errors(page) != [], body
 
 
+@pytest.mark.long
 def test_the_search_finds_a_key_without_a_server(site: Path, page: SimpleNamespace) -> None:
     page.call("Page.navigate", url=f"{(site / 'search.html').as_uri()}?q=intermediate_size")
     # Results appear one after the other.

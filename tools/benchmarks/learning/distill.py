@@ -3,7 +3,8 @@
 One LLaMA is trained on the Python standard library; then hybrids that keep one of its layers begin from it by
 ``train.init_from``, twice for each share. *Conversion* trains the hybrid on the next token. *Distillation* spends half
 of the tokens on the outputs of the replaced mixers, the other half on the teacher's distributions. Both take as many
-steps for any share, and so larger batches for more tokens.
+steps for any share, and so larger batches for more tokens. Losses are nats per token of the chosen tokenizer: per
+character with ``ascii``, per some three characters with ``sentencepiece``.
 """
 
 import argparse
@@ -17,13 +18,13 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.command import run_lightscale
-from benchmarks.learning.convert import VOCAB_SIZE
 from benchmarks.turns import positive
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WAYS = ("conversion", "distillation")
-LENGTH = 256
+TOKENIZERS = {"sentencepiece": (4096, 256), "ascii": (128, 512)}
+"""Vocabulary and tokens of a sequence."""
 TEACHER_BATCH = 8
 KEPT_LAYER = 0
 """The layer whose replacement costs the teacher most, by the event ``sensitivity`` of a transfer of all layers."""
@@ -35,8 +36,6 @@ RUN = f"""
 extends = ["{CONFIGS}/arch/llama.toml", "{CONFIGS}/size/3M.toml", "{CONFIGS}/recipe/stdlib.toml"]
 [model]
 init_std = 0.07                # about 1 / sqrt(hidden_size), as a short run has no time to grow into it
-[data]
-sequence_length = {LENGTH}
 [data.validation.stdlib]
 source = "stdlib-validation"
 sequences = 64
@@ -55,12 +54,17 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is known after each run. UserError: a command failed; it has said why."""
     with tempfile.TemporaryDirectory() as name:
         folder, store = Path(name), args.store
+        vocab_size, length = TOKENIZERS[args.tokenizer]
         (folder / "run.toml").write_text(RUN, encoding="utf-8")
         if store is None:
             store = folder / "store"
-            prepare = f"data prepare --corpus stdlib --vocab-size {VOCAB_SIZE} --validation 0.02 --out"
-            run_lightscale(*prepare.split(), str(store))
+            prepare = (
+                f"data prepare --corpus stdlib --tokenizer {args.tokenizer} --validation 0.02 --out {store}".split()
+            )
+            prepare += [] if args.tokenizer == "ascii" else ["--vocab-size", str(vocab_size)]
+            run_lightscale(*prepare)
         lightscale = ["train", str(folder / "run.toml"), "--processes", "1", f"data.store={store.resolve()}"]
+        lightscale += [f"model.vocab_size={vocab_size}", f"data.sequence_length={length}"]
 
         def train(run: str, steps: int, *words: str) -> float:
             """The loss of validation at the end."""
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         mixers = json.dumps(["llama", f"{args.mixer}*3"])
         runs: list[dict[str, Any]] = []
         for (number, share), way in product(enumerate(args.shares), WAYS):
-            batch = max(1, round(share * tokens / LENGTH / args.steps))
+            batch = max(1, round(share * tokens / length / args.steps))
             common = [f"model.mixer={mixers}", f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}"]
             common += ["optimizer.warmup_steps=10"]
             directory, half = f"{way}-{number}", args.steps // 2
@@ -91,7 +95,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 start = f"train.init_from={folder}/{first}@{half}"
                 loss = train(directory, args.steps - half, *common, *of_task, *WHOLE, "data.seed=2", start)
             runs.append(
-                {"way": way, "share": share, "tokens": batch * LENGTH * args.steps, "loss": loss, "behind": loss - best}
+                {"way": way, "share": share, "tokens": batch * length * args.steps, "loss": loss, "behind": loss - best}
             )
             yield {"teacher": {"tokens": tokens, "loss": best}, "runs": list(runs)}
 
@@ -131,6 +135,13 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``bench.py distill``."""
     add = parser.add_argument
+    add(
+        "--tokenizer",
+        choices=TOKENIZERS,
+        default="sentencepiece",
+        help="sentencepiece: vocabulary of 4096, sequences of 256 tokens; ascii: sequences of 512 characters (default "
+        "sentencepiece)",
+    )
     add("--mixer", default="hgrn2", metavar="NAME", help="mixer of three of four layers (default hgrn2)")
     add("--source-steps", type=positive, default=2000, metavar="N", help="steps of LLaMA's training (default 2000)")
     add("--steps", type=positive, default=800, metavar="N", help="steps of each hybrid (default 800)")

@@ -16,13 +16,17 @@ def distill(tools_path: Path) -> ModuleType:
     return importlib.import_module("benchmarks.learning.distill")
 
 
-@pytest.mark.parametrize("has_teacher", [False, True])
+@pytest.mark.parametrize(
+    ("has_teacher", "tokenizer", "batches"), [(False, "sentencepiece", ("4", "16")), (True, "ascii", ("2", "8"))]
+)
 def test_both_ways_get_the_same_tokens(
     distill: ModuleType,
     bench_in_process: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     has_teacher: bool,
+    tokenizer: str,
+    batches: tuple[str, str],
 ) -> None:
     """Without the training: each run leaves the losses that its name asks for."""
     commands: dict[str, dict[str, str]] = {}
@@ -45,6 +49,7 @@ def test_both_ways_get_the_same_tokens(
 
     monkeypatch.setattr(distill, "run_lightscale", trained)
     words = ["distill", "--store", str(tmp_path), "--steps", "40", "--shares", "0.05", "0.2", "--save", str(tmp_path)]
+    words += ["--tokenizer", tokenizer]
     if has_teacher:
         leave(tmp_path / "earlier", losses["teacher"], 400)
         words += ["--teacher", f"{tmp_path}/earlier@400"]
@@ -53,13 +58,13 @@ def test_both_ways_get_the_same_tokens(
     figures: dict[str, Any] = json.loads(path.read_text())
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert figures["teacher"] == {"tokens": 400 * 2048, "loss": 2.5}
-    # 40 steps of 4 and 16 sequences of 256 tokens: 5 and 20 per cent of the teacher's.
+    # 40 steps of 4 and 16 sequences of 256 tokens, or of 2 and 8 of 512: 5 and 20 per cent of the teacher's.
     found = [(one["way"], one["tokens"], round(one["behind"], 6)) for one in figures["runs"]]
     expected = [("conversion", 0.3), ("distillation", 0.1)]
     assert found == [(way, tokens, behind) for tokens in (40960, 163840) for way, behind in expected]
     assert ("teacher" in commands) != has_teacher
     teacher = f"{tmp_path}/earlier@400" if has_teacher else "teacher@400"
-    for number, batch in ((0, "4"), (1, "16")):
+    for number, batch in enumerate(batches):
         alone, first, second = (
             commands[name]
             for name in (f"conversion-{number}", f"distillation-{number}-layers", f"distillation-{number}")
