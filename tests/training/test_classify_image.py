@@ -116,6 +116,7 @@ def predicted(path: Path) -> dict[str, dict[str, Any]]:
     return {one["file"]: one for one in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.long
 def test_files_are_predicted_as_validation_does(
     trained: Path, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from lightscale.kernels.lightnet import (
 from lightscale.kernels.lightnet.state import by_row
 
 comparing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "comparing.py")))
+drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 error, assert_close = comparing.error, comparing.assert_close
 
 Leaves = dict[str, Tensor]
@@ -124,8 +125,10 @@ def test_reference_backend_takes_half_precision() -> None:
     assert all(torch.equal(x, expected[n]) for n, x in automatic.items())
 
 
-@pytest.mark.parametrize("starts", [[0, 6], [0, 2, 4, 6]], ids=["whole", "documents"])
-@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize(
+    ("starts", "scale"),
+    drawing.covering("finite differences", [[0, 6], [0, 2, 4, 6]], [1.0, 100.0], strength=1),
+)
 def test_finite_differences(starts: list[int], scale: float) -> None:
     leaves, angles = inputs(1, 6, 2, 3)
     leaves["k"] = scale * leaves["k"]

@@ -79,7 +79,7 @@ def assert_near(actual: Tensors, expected: Tensors, first: int = 0) -> None:
             (50, False, 0, [[0], [24, 49]]),
             (41, True, 0, [[1, 2, 17, 33], [16, 40]]),
         ],
-        3,
+        2,
     ),
 )
 def test_any_length_and_documents(tokens: int, angles: bool, first: int, starts: list[list[int]] | None) -> None:

@@ -66,6 +66,7 @@ def test_a_range_that_shows_nothing_suggests_nothing(tmp_path: Path, losses: NDA
     assert (found.fault, found.suggested) == (fault, None)
 
 
+@pytest.mark.long
 def test_a_test_on_two_ranks_has_the_rates_and_its_run_has_the_losses(workplace: Path) -> None:
     words = ["lr-find", "run.toml", "--from", "1e-4", "--to", "1e2", "--steps", "13", "--json"]
     words += ["parallel.sequence=2", "--processes", "2", "--plot", "range.svg"]

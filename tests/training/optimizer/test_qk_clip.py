@@ -187,6 +187,7 @@ def on_layouts(rank: int, world_size: int, init_method: str, layouts: list[Any],
     return faults
 
 
+@pytest.mark.long
 def test_layouts_clip_as_one_process(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(on_layouts, 1, [(1, 1, 1, 1)], str(tmp_path)) == [[]]
     layouts = [(2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1, 1)]
