@@ -30,10 +30,12 @@ def betas(name: ScheduleName, timesteps: int) -> NDArray[np.float64]:
     """
     if name == "linear":
         scale = 1000 / timesteps
-        # Of few timesteps the last one would have more variance than there is.
-        return np.minimum(np.linspace(scale * 1e-4, scale * 0.02, timesteps), 0.999)
-    ends = np.cos((np.arange(timesteps + 1) / timesteps + 0.008) / 1.008 * math.pi / 2) ** 2
-    return np.minimum(1 - ends[1:] / ends[:-1], 0.999)
+        # Of few timesteps the last ones would have more variance than there is.
+        found = np.linspace(scale * 1e-4, scale * 0.02, timesteps)
+    else:
+        ends = np.cos((np.arange(timesteps + 1) / timesteps + 0.008) / 1.008 * math.pi / 2) ** 2
+        found = 1 - ends[1:] / ends[:-1]
+    return np.asarray(np.minimum(found, 0.999), dtype=np.float64)
 
 
 def signal_shares(name: ScheduleName, timesteps: int) -> NDArray[np.float64]:
@@ -80,8 +82,11 @@ class Noise:
             noised.append(signal * image + spread * noise)
             wanted.append(noise if self.prediction == "epsilon" else signal * noise - spread * image)
             conditions.append((timestep, self.num_labels if is_dropped else label))
-        as_float = (np.stack(found).astype(np.float32) for found in (noised, wanted))
-        return NoisedImages(*as_float, np.array(conditions, dtype=np.int32))
+        return NoisedImages(
+            np.stack(noised).astype(np.float32),
+            np.stack(wanted).astype(np.float32),
+            np.array(conditions, dtype=np.int32),
+        )
 
     def description(self) -> str:
         """All that decides its results; compared when a run is resumed."""
