@@ -1,6 +1,7 @@
 """Diffusion: noised batches taken apart again, the model written out plainly in fp64, and every axis."""
 
 import math
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.data_pipeline.augmentation.noise import as_bytes, betas, scaled, signal_shares
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
@@ -321,3 +323,39 @@ def test_counts_are_those_of_the_ranks() -> None:
         part = sum(math.prod(shape) for key, shape in shapes.items() if key.startswith("conditioning."))
         # Every stage has the conditioning.
         assert sum(rank_parameters(model, tensor=1, pipeline=2)) == total + part
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task.name=classify-image"], 'task.name = "classify-image" needs the table model.head'),
+        (["model.diffusion=none"], "model.patches without model.head"),
+        (["model.head={num_labels=3}"], "model.diffusion with model.head is set"),
+        (["model.norm_placement=both"], 'model.norm_placement = "both"'),
+        (["model.final_norm=false"], "model.final_norm = false"),
+        (["model.intermediate_size=0"], "model.intermediate_size = 0"),
+        (["model.final_logit_cap=3.0"], "model.final_logit_cap"),
+        (["model.grid.leading_tokens=1", "data.sequence_length=17"], "model.grid.leading_tokens"),
+        (["task.augmentation.mixup_alpha=1.0"], "task.augmentation mixes images"),
+        (["train.z_loss_multiplier=0.1"], "train.z_loss_multiplier"),
+        (["model.diffusion.timestep_width=7"], "model.diffusion.timestep_width"),
+        (["data.sequence_length=8"], "an image has 16 tokens"),
+    ],
+)
+def test_wrong_combinations_are_refused_by_name(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load("lightnet-dit-digits", words)
+
+
+def test_texts_are_not_noised() -> None:
+    with pytest.raises(UserError, match=re.escape('task.name = "diffusion": model.diffusion')):
+        load("vit-digits", ["task.name=diffusion"])
+
+
+@pytest.mark.parametrize(("size", "printed"), [("s", 33), ("b", 131), ("l", 470), ("xl", 680)])
+def test_published_sizes_have_the_printed_counts(size: str, printed: int) -> None:
+    """LightNet's table 13."""
+    for patch in (8, 4, 2):
+        config = load(f"lightnet-dit-{size}-{patch}")
+        assert round(sum(parameter_terms(config.model).values()) / 1e6) == printed
+        assert config.model.image_shape == (32, 32, 3)

@@ -20,7 +20,7 @@ class _Rows(NamedTuple):
     """One pass: images of this data rank, and their segment on this sequence rank."""
 
     first: int
-    count: int
+    num_images: int
     """Of the rows, that are asked for: the others fill up the pass."""
     tokens: Tensor
     positions: Tensor
@@ -65,7 +65,7 @@ class Denoiser:
                 one = rows_from(first)
                 for predicted in self._run(one, tokens):
                     if self._mesh.groups.tp.rank() == 0:
-                        found[first : first + one.count, own] = predicted[: one.count].double().cpu().numpy()
+                        found[first : first + one.num_images, own] = predicted[: one.num_images].double().cpu().numpy()
                 self._advance()
 
         # What fails on one rank is raised on all.

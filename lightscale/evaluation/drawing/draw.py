@@ -92,7 +92,7 @@ def measures(asked: DrawingRequest, judge: Judge, images: Pixels, mesh: Mesh) ->
     predictor = Predictor(restore(judge.chosen, mesh).model, mesh, row_tokens=asked.row_tokens)
 
     def documents(pixels: Pixels) -> list[NDArray[np.int32]]:
-        return list(as_patches(pixels, (height, width), config.grid.leading_tokens if config.grid else 0))  # type: ignore[arg-type]
+        return list(as_patches(pixels, (height, width), config.grid.leading_tokens if config.grid else 0))
 
     real = documents(_real_images(judge, (config.image_shape[0], config.image_shape[1])))
     drawn = documents(images)
