@@ -311,6 +311,7 @@ def test_two_ranks_equal_one(run_ranks: RunRanks, store: Path, one_rank: dict[st
     recompute = ({}, {"recompute": "full"}, {"recompute": "selective"})
     drawn = drawing.covering("axes of diffusion", list(MODELS), AXES, recompute)
     cases = [(name, {**axes, **more}) for name, axes, more in drawn]
+    cases.append(("lion", {"pipeline": 2, "virtual_stages": 2}))
     check(cases, run_ranks(by_the_engine, 2, store, cases, timeout_s=600), one_rank)
 
 

@@ -40,7 +40,7 @@ def betas(name: ScheduleName, timesteps: int) -> NDArray[np.float64]:
 
 def signal_shares(name: ScheduleName, timesteps: int) -> NDArray[np.float64]:
     """(T,) ᾱ_t."""
-    return np.cumprod(1 - betas(name, timesteps))
+    return np.asarray(np.cumprod(1 - betas(name, timesteps)), dtype=np.float64)
 
 
 class NoisedImages(NamedTuple):
