@@ -104,6 +104,15 @@ class PatchesConfig(Section):
         return self
 
 
+class DiffusionConfig(Section):
+    """[model.diffusion]: blocks and output of a diffusion transformer (DiT, arXiv 2212.09748), which predict noise."""
+
+    num_labels: Annotated[int, Field(ge=1, le=1_000_000)]
+    """Number of classes that images are drawn of; the vector behind theirs stands for no class."""
+    timestep_width: Annotated[int, Field(ge=2, le=65_536, multiple_of=2)] = 256
+    """Sines and cosines of a timestep, which the conditioning's perceptron reads; even."""
+
+
 class ModelConfig(Section):
     """[model]: the shape of the network."""
 
@@ -130,6 +139,8 @@ class ModelConfig(Section):
     """Table of grids, for LRPE and TPE by axes (LightNet's MD-LRPE and MD-TPE); none: documents are rows of tokens."""
     patches: PatchesConfig | None = None
     """Table of patches of images, for task.name = "classify-image"; none: tokens are ids."""
+    diffusion: DiffusionConfig | None = None
+    """Table of a diffusion transformer, for task.name = "diffusion"; none: nothing is conditioned."""
     glu_activation: Literal["none", "silu", "gelu_tanh"] = "none"
     """Activation of the gate in the gated linear unit; gelu_tanh: GELU by its formula with tanh, as in Gemma."""
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm"
@@ -241,6 +252,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_embedding()
+        self._check_diffusion()
         if self.zero_centered_norm and self.norm != "rmsnorm":
             raise ValueError(
                 f'model.zero_centered_norm = true with model.norm = "{self.norm}", which has no weight; use '
@@ -286,13 +298,46 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.patches with {found}: patches stand in rows and columns; use model.grid.shape = [ROWS, COLUMNS]"
             )
-        if self.head is None:
-            raise ValueError("model.patches without model.head: images are classified; set model.head.num_labels")
+        if self.head is None and self.diffusion is None:
+            raise ValueError(
+                "model.patches without model.head: images are classified; set model.head.num_labels, or "
+                "model.diffusion.num_labels to draw them"
+            )
         if self.embedding_multiplier != 1:
             raise ValueError(
                 f"model.embedding_multiplier = {self.embedding_multiplier} with model.patches: it is a factor of "
                 "embedded ids; use 1.0"
             )
+
+    def _check_diffusion(self) -> None:
+        """Raise ValueError unless blocks and inputs are those that timestep and class can condition."""
+        if self.diffusion is None:
+            return
+        checks = [
+            (self.patches is None, "model.patches is missing: images are drawn by patches; add the table"),
+            (self.head is not None, "model.head is set: noise is predicted, and no label; remove the table"),
+            (
+                self.grid is not None and self.grid.leading_tokens > 0,
+                "model.grid.leading_tokens: an image has patches alone; use 0",
+            ),
+            (
+                self.norm_placement != "pre",
+                f'model.norm_placement = "{self.norm_placement}": the norms before mixer and gated linear unit are '
+                'shifted and scaled; use "pre"',
+            ),
+            (
+                self.intermediate_size == 0,
+                "model.intermediate_size = 0: a block has a mixer and a gated linear unit; use 1 or more",
+            ),
+            (
+                not self.final_norm,
+                "model.final_norm = false: the norm before the output is shifted and scaled; use true",
+            ),
+            (self.final_logit_cap is not None, "model.final_logit_cap: noise has no limit; remove it"),
+        ]
+        for wrong, fault in checks:
+            if wrong:
+                raise ValueError(f"model.diffusion with {fault}")
 
 
 def _unused_options(name: str, table: object, used: list[str]) -> InitErrorDetails:

@@ -618,10 +618,18 @@ class RunConfig(Section):
                 'or use task.name = "classify"'
             )
         compares = task.compares_answers
-        if self.train.z_loss_multiplier and (task.predicts_labels or self.teacher is not None or compares):
+        has_logits = not (task.predicts_labels or task.predicts_noise)
+        if self.train.z_loss_multiplier and (not has_logits or self.teacher is not None or compares):
             raise ValueError(
                 f"train.z_loss_multiplier = {self.train.z_loss_multiplier} is for tasks that learn tokens from labels; "
                 f'with task.name = "{name}" set it to 0'
+            )
+        if task.predicts_noise != (self.model.diffusion is not None):
+            cure = "add model.diffusion" if task.predicts_noise else 'use task.name = "diffusion"'
+            state = "is missing" if task.predicts_noise else "is set"
+            raise ValueError(
+                f'task.name = "{name}": model.diffusion, the blocks and output of a diffusion transformer, {state}; '
+                f"{cure}"
             )
         if task.reads_images != (self.model.patches is not None):
             cure = "add model.patches" if task.reads_images else 'use task.name = "classify-image"'

@@ -14,6 +14,7 @@ TASKS = {
     "masked": "lightscale.tasks.masked:Masked",
     "classify": "lightscale.tasks.classify:Classify",
     "classify-image": "lightscale.tasks.classify_image:ClassifyImage",
+    "diffusion": "lightscale.tasks.diffusion:Diffusion",
     "distill": "lightscale.tasks.distill:Distill",
     "sft": "lightscale.tasks.sft:SFT",
     "preference": "lightscale.tasks.preference:Preference",

@@ -74,6 +74,8 @@ def choose_run(
     task = task_class(config.task.name)
     if not any_task and not task.writes_text:
         cure = "use a run of texts" if task.reads_images else "use `lightscale predict` for this model"
+        if task.predicts_noise:
+            cure = "use `lightscale draw` for this model"
         raise UserError(
             f'{directory.path}: its task.name = "{config.task.name}": only models that predict the next token '
             f'(task.name = "causal") score and generate text; {cure}'

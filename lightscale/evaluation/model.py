@@ -88,15 +88,15 @@ def mesh_of(config: RunConfig) -> Iterator[Mesh]:
         yield mesh
 
 
-def restore(chosen: ChosenRun, mesh: Mesh) -> LoadedModel:
+def restore(chosen: ChosenRun, mesh: Mesh, *, average: str | None = None) -> LoadedModel:
     """The part of the model of ``chosen`` that this rank of ``mesh`` holds; collective over all its ranks.
 
-    Adapters are merged.
+    Adapters are merged. ``average``: name of the average in ``optimizer.ema`` that takes the place of the weights.
     """
     engine = build_engine(chosen.config, mesh, vocab_size=chosen.tokenizer.vocab_size, trainable=False)
     base = None if chosen.config.adapters is None else read_base(chosen.config, engine)[0]
     checkpoints = Checkpoints(chosen.directory.checkpoints, mesh, parts=["data"])
-    restored = checkpoints.restore(engine, step=chosen.step, weights_only=True)
+    restored = checkpoints.restore(engine, step=chosen.step, weights_only=True, average=average)
     assert restored is not None, "there were checkpoints a moment ago"
     if base is not None:
         base.check(restored.path, restored.base)

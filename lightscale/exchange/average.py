@@ -60,7 +60,8 @@ def average(chosen: Sequence[ChosenRun], target: Path, *, ema: str | None = None
             # As it is: that of the choice is of one process.
             load(last.directory.config),
             last.tokenizer,
-            classes=class_names(last) if last.config.model.head is not None else [],
+            # Of texts with labels, and of images.
+            classes=class_names(last) if last.config.model.head or last.config.model.diffusion else [],
             chat=kept_template(last.directory.path),
             shapes=source.tensors.shapes(),
             blocks=_means([one.tensors for one in opened]),

@@ -7,6 +7,8 @@ from math import prod
 
 from lightscale.config.model import ModelConfig
 from lightscale.models.registry import mixer_spec, shared_specs
+from lightscale.models.specs.diffusion import TERM as CONDITIONING
+from lightscale.models.specs.diffusion import more_shapes
 from lightscale.models.specs.interface import PartParameter, Shapes
 from lightscale.models.specs.options import LLaMAOptions
 from lightscale.models.stages import layer_stages
@@ -16,11 +18,14 @@ EMBEDDING = "embedding"
 NORM_WEIGHTS = "norm weights"
 LRPE_ANGLES = "LRPE angles"
 LABEL_HEAD = "label head"
+NOISE_OUTPUT = "noise output"
 
 _EMBEDDING_WEIGHT, _OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
 # The first that is found in a parameter's name says what it is; shared parts say it themselves.
 _TERMS = {
     "word_embeddings.": EMBEDDING,
+    "modulation.": CONDITIONING,
+    "output_layer.bias": NOISE_OUTPUT,
     _OUTPUT_WEIGHT: EMBEDDING,
     "layernorm.": NORM_WEIGHTS,
     "_norm.": NORM_WEIGHTS,
@@ -53,9 +58,11 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     shapes: Shapes = {} if model.patches is not None else {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
     if model.head is not None:
         shapes[_OUTPUT_WEIGHT] = (model.head.num_labels, d)
-    elif not model.tie_word_embeddings:
+    elif not model.tie_word_embeddings and model.diffusion is None:
         shapes[_OUTPUT_WEIGHT] = (model.vocab_size, d)
     shapes |= {name: parameter.shape for name, parameter in _part_parameters(model).items()}
+    if model.diffusion is not None:
+        shapes |= more_shapes(model)
     weighted_norm = model.norm == "rmsnorm"
     for layer, mixer in enumerate(model.layers):
         block = f"decoder.layers.{layer}"
@@ -91,9 +98,10 @@ def parameter_terms(model: ModelConfig) -> dict[str, int]:
     """Number of parameters of each kind, the embedding first; the sum is all that the built model has."""
     terms: Counter[str] = Counter()
     of_parts = _part_parameters(model)
+    output = LABEL_HEAD if model.head is not None else NOISE_OUTPUT if model.diffusion is not None else EMBEDDING
     for name, shape in parameter_shapes(model).items():
         term = of_parts[name].term if name in of_parts else _term(name)
-        terms[LABEL_HEAD if name == _OUTPUT_WEIGHT and model.head is not None else term] += prod(shape)
+        terms[output if name == _OUTPUT_WEIGHT else term] += prod(shape)
     return dict(terms)
 
 
@@ -125,7 +133,7 @@ def rank_parameters_by_name(model: ModelConfig, *, tensor: int, pipeline: int) -
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     held: list[dict[str, int]] = [{} for _ in range(pipeline)]
     whole = _whole_on_tensor_ranks(model)
-    tied = model.tie_word_embeddings and model.head is None
+    tied = model.tie_word_embeddings and model.head is None and model.diffusion is None
     for name, shape in parameter_shapes(model).items():
         # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
         ranks = 1 if name in whole or "layernorm." in name else tensor
@@ -141,6 +149,8 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     whole = {name for name, parameter in _part_parameters(model).items() if parameter.split_dim is None}
     if model.head is not None:
         whole.add(_OUTPUT_WEIGHT)
+    if model.diffusion is not None:
+        whole |= more_shapes(model).keys()
     for layer, mixer in enumerate(model.layers):
         names = mixer_spec(mixer).whole_parameters(model, layer)
         whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in names}
@@ -151,7 +161,7 @@ def _stages(name: str, stage_of: dict[int, int], *, last: int, tied: bool) -> Co
     """Those that hold the parameter."""
     if match := _LAYER.match(name):
         return {stage_of[int(match[1])]}
-    if name == _OUTPUT_WEIGHT:
+    if name.startswith("output_layer."):
         return {last}
     if name == _EMBEDDING_WEIGHT and tied:
         # Once where one stage is both the first and the last.

@@ -139,6 +139,10 @@ def conversion(source: ModelConfig, target: ModelConfig) -> Conversion | None:
     before, now = ("ids" if model.patches is None else "patches of images" for model in (source, target))
     if before != now:
         raise UserError(f"its model reads {before} and that of this run {now} (model.patches); use a run of {now}")
+    if source.diffusion != target.diffusion:
+        raise UserError(
+            f"its [model.diffusion] is {source.diffusion} and that of this run {target.diffusion}; use the same table"
+        )
     for key in _FIXED:
         there, here = getattr(source, key), getattr(target, key)
         if there != here:

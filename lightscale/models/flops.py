@@ -7,6 +7,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import AdapterConfig
 from lightscale.models.adapters import adapted_maps, linear_maps
 from lightscale.models.registry import mixer_spec, shared_specs
+from lightscale.models.specs.patches import patch_numbers
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -17,6 +18,8 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     if model.head is not None:
         # Of each document; how many there are in a sequence is not known, but one there is.
         logits = 2 * model.hidden_size * model.head.num_labels / sequence_length
+    if model.patches is not None and model.diffusion is not None:
+        logits = 2.0 * model.hidden_size * patch_numbers(model.patches)
     mixers = sum(
         mixer_spec(name).forward_flops_per_token(model, layer, sequence_length)
         for layer, name in enumerate(model.layers)

@@ -19,6 +19,8 @@ from lightscale.kernels.attention import DocumentStarts
 from lightscale.kernels.cross_entropy.divergence import SoftTargets
 from lightscale.models.accounting import norm_placement, padded_vocab_size
 from lightscale.models.classes import mixer_class, shared_parts
+from lightscale.models.diffusion.head import DiffusionHead
+from lightscale.models.diffusion.layer import DiffusionLayer
 from lightscale.models.layers.blocks import DecoderLayer, DecoderLayers
 from lightscale.models.layers.context import MixerState, SequenceContext
 from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_documents
@@ -141,7 +143,8 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> Mo
             parts["mlp_bda"] = ModuleSpec(module=PostNorm, params=of_output)
         if has_pre:
             parts["pre_mlp_layernorm"] = norm
-    return ModuleSpec(module=DecoderLayer, submodules=TransformerLayerSubmodules(**parts))
+    layer = DecoderLayer if model.diffusion is None else DiffusionLayer
+    return ModuleSpec(module=layer, submodules=TransformerLayerSubmodules(**parts))
 
 
 class Embedding(MegatronModule):
@@ -244,7 +247,8 @@ class LanguageModel(LanguageModule):
         self.adapted: list[Any] = []
         """Linear layers with adapters (``low_rank.py``)."""
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.share_embeddings_and_output_weights = model.tie_word_embeddings and model.head is None
+        has_ids = model.head is None and model.diffusion is None
+        self.share_embeddings_and_output_weights = model.tie_word_embeddings and has_ids
         self.model_type = ModelType.encoder_or_decoder
         self.exchange, self.attention = mesh.exchange, mesh.attention
         # Stages are counted as they follow in the model: virtual stages go round the pipeline ranks.
@@ -278,8 +282,10 @@ class LanguageModel(LanguageModule):
         if (pre_process or post_process) and model.patches is None:
             self.setup_embeddings_and_output_layer()
 
-    def _output_layer(self, config: TransformerConfig) -> OutputLayer | LabelHead:
+    def _output_layer(self, config: TransformerConfig) -> OutputLayer | LabelHead | DiffusionHead:
         model, group = self.model, self.pg_collection.tp
+        if model.diffusion is not None:
+            return DiffusionHead(config, model, group)
         if model.head is not None:
             return LabelHead(config, model.head, model.hidden_size, group)
         return OutputLayer(
@@ -308,7 +314,7 @@ class LanguageModel(LanguageModule):
         rows = self.model.vocab_size
         if self.pre_process and self.embedding.word_embeddings is not None:
             set_initializer(self.embedding.word_embeddings.weight, normal(embedding_std), rows=rows)
-        if self.post_process and self.output_layer.weight is not None:
+        if self.post_process and self.model.diffusion is None and self.output_layer.weight is not None:
             # A tied one that is here, on the last of several stages, is a copy of the embedding.
             tied = self.share_embeddings_and_output_weights
             is_padded = self.model.head is None
@@ -341,12 +347,14 @@ class LanguageModel(LanguageModule):
         transfer: Sequence[LayerTarget] | None = None,
         z_loss: float = 0.0,
         soft_labels: Tensor | None = None,
+        conditions: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass over this rank's segment of the rows.
 
         Args:
             tokens, positions: (b, n) int64; see ``SequenceContext``. With ``model.patches`` tokens are
-                (b, n, p) uint8.
+                (b, n, p) uint8, or fp32 of noised ones.
             labels: (b, n) int64, the next token of each, or another label.
             loss_mask: (b, n), factor of each loss; None for 1. It is an argument, because the gradients are computed
                 together with the losses.
@@ -369,6 +377,8 @@ class LanguageModel(LanguageModule):
             z_loss: with labels of ids, factor of log² Z in the losses (``linear_cross_entropy``); not 0: the losses,
                 and this term of them, (b, n) without a gradient.
             soft_labels: with ``model.head``, (b, classes): distributions in place of the labels.
+            conditions: with ``model.diffusion``, (b, 2): timestep and class of each row.
+            wanted: with ``model.diffusion``, (b, n, p): what is to be predicted; None: give predictions, (b, n, p).
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -387,6 +397,8 @@ class LanguageModel(LanguageModule):
             states=states,
             grid=self.model.grid,
         )
+        if conditions is not None:
+            context = replace(context, conditions=conditions)
         if transfer is not None:
             # Nothing is recomputed here: states that were kept for it would be taken by the next pass.
             parts = {name: self.get_submodule(name)(context) for name in self.stage_parts}
@@ -404,6 +416,9 @@ class LanguageModel(LanguageModule):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=context)
         if not self.post_process or hidden_only:
             return hidden
+        if isinstance(self.output_layer, DiffusionHead):
+            output = self.output_layer(hidden, context, wanted)
+            return output if wanted is None or loss_mask is None else output * loss_mask
         if isinstance(self.output_layer, LabelHead):
             assert labels is not None, "labels of documents stand at their last tokens"
             logits, last = self.output_layer(hidden, context)

@@ -8,6 +8,7 @@ from lightscale.config.mixers import imported_spec
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig
 from lightscale.errors import UserError
+from lightscale.models.specs.diffusion import ConditioningSpec
 from lightscale.models.specs.interface import EmbeddingPartSpec, MixerSpec, PartSpec, StagePartSpec
 from lightscale.models.specs.patches import PatchesSpec
 from lightscale.models.specs.positions import LearnedPositionsSpec
@@ -46,6 +47,8 @@ def shared_specs(model: ModelConfig) -> tuple[type[PartSpec], ...]:
         parts[PatchesSpec.name] = PatchesSpec
         if model.patches.learned_positions:
             parts.setdefault(LearnedPositionsSpec.name, LearnedPositionsSpec)
+    if model.diffusion is not None:
+        parts[ConditioningSpec.name] = ConditioningSpec
     # In one order for every stack: the order of parameters decides how the distributed optimizer cuts them up.
     return tuple(parts[name] for name in sorted(parts))
 

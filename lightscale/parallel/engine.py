@@ -90,6 +90,12 @@ class Objective(ABC):
         """
 
 
+def more_inputs(batch: MicroBatch) -> dict[str, Tensor]:
+    """Those of a model's forward pass that only some tasks have, by the names of its arguments."""
+    found = {"soft_labels": batch.soft_labels, "conditions": batch.conditions, "wanted": batch.wanted}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 Teaching = Callable[[MicroBatch], Mapping[str, Any]]
 """Further arguments of the model's forward pass in training, made from a micro-batch: the answers of a teacher."""
 
@@ -354,7 +360,7 @@ class Engine:
             loss_mask=batch.loss_mask,
             document_starts=batch.document_starts,
             lengths=batch.lengths,
-            **({} if batch.soft_labels is None else {"soft_labels": batch.soft_labels}),
+            **more_inputs(batch),
             **how,
         )
         return output

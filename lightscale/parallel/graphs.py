@@ -55,6 +55,7 @@ class _Shape:
     """Whether a document starts within a row."""
     has_sources: bool
     has_soft_labels: bool
+    is_noised: bool
 
 
 def _shape_of(batch: MicroBatch) -> _Shape | None:
@@ -63,7 +64,12 @@ def _shape_of(batch: MicroBatch) -> _Shape | None:
     if batch.document_starts is None or batch.lengths is not None or not tokens:
         return None
     return _Shape(
-        rows, tokens, len(batch.document_starts[0]) > rows, batch.sources is not None, batch.soft_labels is not None
+        rows,
+        tokens,
+        len(batch.document_starts[0]) > rows,
+        batch.sources is not None,
+        batch.soft_labels is not None,
+        batch.conditions is not None,
     )
 
 
@@ -77,6 +83,8 @@ class GraphInputs:
         self.positions = batch.positions.clone()
         self.sources = None if batch.sources is None else batch.sources.clone()
         self.soft_labels = None if batch.soft_labels is None else batch.soft_labels.clone()
+        self.conditions = None if batch.conditions is None else batch.conditions.clone()
+        self.wanted = None if batch.wanted is None else batch.wanted.clone()
         self.cu_seqlens = boundaries_of_tokens(self.positions) if shape.packed else None
         # Where every row is one document, they are the same for all micro-batches.
         starts = torch.arange(shape.rows) * shape.tokens
@@ -84,7 +92,8 @@ class GraphInputs:
 
     def fill(self, batch: MicroBatch) -> None:
         """Take the numbers of ``batch``, of the same shape."""
-        for name in ("tokens", "labels", "loss_mask", "positions", "sources", "soft_labels"):
+        names = ("tokens", "labels", "loss_mask", "positions", "sources", "soft_labels", "conditions", "wanted")
+        for name in names:
             if (buffer := getattr(self, name)) is not None:
                 buffer.copy_(getattr(batch, name))
         if self.cu_seqlens is not None:

@@ -44,5 +44,13 @@ class MicroBatch(Protocol):
         """(b, classes) fp32: distributions in place of labels of rows that are one document each; None: the labels."""
 
     @property
+    def conditions(self) -> Tensor | None:
+        """(b, 2) int64: timestep and class of each row's one noised image; None: nothing is noised."""
+
+    @property
+    def wanted(self) -> Tensor | None:
+        """(b, n, p) fp32: what is predicted of noised pixels, the inputs."""
+
+    @property
     def lengths(self) -> Sequence[int] | None:
         """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""

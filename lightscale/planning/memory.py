@@ -193,7 +193,8 @@ def _teacher_bytes(config: RunConfig, layout: Layout, tokens: int, size: int) ->
 
 def _output_rows(work: Workload, tensor: int) -> int:
     """Of the output layer's weight, on a rank; a label head is too small to count."""
-    return padded_vocab_size(work.model.vocab_size, tensor) // tensor if work.model.head is None else 0
+    has_ids = work.model.head is None and work.model.diffusion is None
+    return padded_vocab_size(work.model.vocab_size, tensor) // tensor if has_ids else 0
 
 
 def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
@@ -205,6 +206,9 @@ def _logits_bytes(work: Workload, tokens: int, tensor: int, size: int) -> int:
     if work.model.head is not None:
         # The states of all tokens that are pooled, in fp32, and their gradient.
         return 2 * tokens * width * _FP32_BYTES
+    if work.model.diffusion is not None:
+        # The states before and behind the norm and the modulation, and their gradients; predictions are narrow.
+        return 6 * tokens * width * size // tensor
     rows = _output_rows(work, tensor)
     # With a cap, its derivative in fp32 too.
     values = size + (_FP32_BYTES if work.model.final_logit_cap is not None else 0)

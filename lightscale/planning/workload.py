@@ -51,6 +51,9 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     glu = 0 if recompute == "selective" else 3 * g
     # Inputs and outputs of the block's norms, as far as they have the weights' dtype.
     norms = (6 if model.norm_placement == "both" else 4) * d - _centered_values(model)
+    if model.diffusion is not None:
+        # Modulated inputs, and the outputs that gates multiply.
+        norms += 4 * d
     own = mixer.kept_values(model, layer)
     if own is not None:
         return norms + own + glu

@@ -30,6 +30,8 @@ class TrainingTask(ABC):
     """Whether labels of documents are predicted, by ``model.head``; otherwise tokens."""
     reads_images: ClassVar[bool] = False
     """Whether its inputs are patches of images, not ids."""
+    predicts_noise: ClassVar[bool] = False
+    """Whether noise in its inputs is predicted, by ``model.diffusion``; its models draw images."""
     top: ClassVar[tuple[int, ...]] = ()
     """Numbers k for which validation counts how often the label is among the k most probable ones; 1: accuracy."""
 

@@ -37,6 +37,8 @@ class MicroBatch:
     document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
     soft_labels: None = None
+    conditions: None = None
+    wanted: None = None
 
 
 def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[MicroBatch]:

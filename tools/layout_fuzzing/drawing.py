@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from layout_fuzzing.options import DRAWN_TASKS, IMAGE_GRIDS, NOT_DRAWN, NUMBERS, TOKENS, values_of
 from lightscale.config.mixers import MIXERS, Direction, mixer_options_type
-from lightscale.config.model import HeadConfig, ModelConfig, PatchesConfig
+from lightscale.config.model import DiffusionConfig, GridConfig, HeadConfig, ModelConfig, PatchesConfig
 from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
 from lightscale.config.schema import AdapterConfig, DataConfig, ParallelConfig, TrainConfig
 from lightscale.config.tasks import task_class
@@ -94,7 +94,10 @@ class Drawer:
             self._table(keys, "model.head", HeadConfig)
         if kind.reads_images:
             self._table(keys, "model.patches", PatchesConfig)
-            keys["model.grid"] = self._choose("model.grid", IMAGE_GRIDS)
+            grids = [one for one in IMAGE_GRIDS if not (kind.predicts_noise and GridConfig(**one).leading_tokens)]
+            keys["model.grid"] = self._choose("model.grid", grids)
+        if kind.predicts_noise:
+            self._table(keys, "model.diffusion", DiffusionConfig)
         self._options(keys, "model", ModelConfig)
         if kind.reads_images:
             # Images have no ids.
@@ -123,6 +126,7 @@ class Drawer:
         """Whether a model for ``task`` has the mixer and all keys that are fixed."""
         kind, mixer = task_class(task), self._fixed.get("model.mixer")
         has = {"model.head": kind.predicts_labels, "model.patches": kind.reads_images}
+        has["model.diffusion"] = kind.predicts_noise
         has["model.vocab_size"] = not kind.reads_images
         return (
             (mixer is None or bool(kind.directions & MIXERS[mixer].directions))

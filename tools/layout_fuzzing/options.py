@@ -34,6 +34,8 @@ NUMBERS: dict[str, list[Any]] = {
     "model.init_std": [0.02, 0.1],
     "model.embedding_std": [None, 0.5],
     "model.head.num_labels": [3],
+    "model.diffusion.num_labels": [3],
+    "model.diffusion.timestep_width": [256, 6],
     "model.tpe.modes": [None, 3],
     # Documents of 24 or 48 tokens: those of text are short or fill a sequence, images fill one.
     "model.grid": [
@@ -76,9 +78,12 @@ NUMBERS: dict[str, list[Any]] = {
     "task.mlm_probability": [0.15, 0.5],
     "task.mask_replace_prob": [0.8, 0.5],
     "task.random_replace_prob": [0.1, 0.3],
+    "task.timesteps": [1000, 10],
+    "task.label_dropout": [0.1, 0.5],
     "task.label_smoothing": [0.0, 0.2],
     "task.augmentation": [
         {},
+        {"horizontal_flip": 0.5},
         {"horizontal_flip": 0.5, "rand_augment_ops": 2, "mixup_alpha": 0.8},
         {"crop_scale": [0.2, 1.0], "random_erasing": 0.5, "cutmix_alpha": 1.0},
     ],
@@ -119,6 +124,7 @@ NOT_DRAWN: dict[str, str] = {
     "model.mixer": "drawn as the pattern of the layers",
     "model.mixer_options": "drawn for each mixer",
     "model.head": "drawn with tasks that predict labels, and then always",
+    "model.diffusion": "drawn with tasks that predict noise, and then always",
     "model.patches": "drawn with images, and then always",
     "task.name": "drawn first",
     "task.label": "the name of the store's array",

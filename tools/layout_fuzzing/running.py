@@ -145,6 +145,8 @@ class _Case:
                 **{name: getattr(batch, name)[:, own] for name in names},
                 sources=batch.sources,
                 soft_labels=batch.soft_labels,
+                conditions=batch.conditions,
+                wanted=None if batch.wanted is None else batch.wanted[:, own],
                 document_starts=None,
                 lengths=lengths,
             )

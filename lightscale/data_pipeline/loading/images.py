@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.augmentation.augment import Augmentation, centre_crop, neighbour, soft_labels
+from lightscale.data_pipeline.augmentation.noise import Noise
 from lightscale.data_pipeline.loading.targets import DocumentRanges
 from lightscale.data_pipeline.store.format import IMAGE
 from lightscale.data_pipeline.store.token_store import TokenSource
@@ -42,14 +43,17 @@ class ImageAt(NamedTuple):
 class ReadImages(NamedTuple):
     """Rows of n tokens."""
 
-    patches: NDArray[np.uint8]
-    """(b, n, p): the bytes of each token's patch, 0 at leading tokens."""
+    patches: NDArray[np.uint8] | NDArray[np.float32]
+    """(b, n, p): the bytes of each token's patch, 0 at leading tokens; or noised numbers."""
     labels: NDArray[np.int32]
     """(b, n): the label at the last token."""
     counted: NDArray[np.float32]
     """(b, n): 1 at the last token."""
     soft_labels: NDArray[np.float32] | None
     """(b, classes): see ``Batch``."""
+    conditions: NDArray[np.int32] | None = None
+    wanted: NDArray[np.float32] | None = None
+    """Of noised images, whose ``patches`` are fp32; see ``Batch``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class Images:
     """Share of a label that all labels have alike."""
     augmentation: Augmentation | None = None
     """None: the middle of each image as it is."""
+    noise: Noise | None = None
+    """None: labels are predicted, and no noise."""
 
     def __call__(
         self, turns: Sequence[int], images: Mapping[int, ImageAt], image_at: Callable[[int], ImageAt]
@@ -99,6 +105,10 @@ class Images:
         of_rows = np.zeros(found.shape[:2], dtype=np.int32)
         of_rows[:, -1] = [labels[turn] for turn in turns]
         counted = np.zeros(found.shape[:2], dtype=np.float32)
+        if self.noise is not None:
+            noised = self.noise(turns, found, [labels[turn] for turn in turns])
+            counted[:] = 1
+            return ReadImages(noised.patches, of_rows, counted, None, noised.conditions, noised.wanted)
         counted[:, -1] = 1
         soft = None
         if mixing or self.label_smoothing:
@@ -110,8 +120,10 @@ class Images:
         size = " x ".join(map(str, self.patch))
         changes = "" if self.augmentation is None else f", augmentation {self.augmentation.config.description()}"
         smoothing = f", label smoothing {self.label_smoothing}" if self.label_smoothing else ""
+        task = "classify-image" if self.noise is None else "diffusion"
+        noise = "" if self.noise is None else f", noise {self.noise.description()}"
         return (
-            f"classify-image {self.label}, patches of {size}, {self.leading_tokens} leading tokens{smoothing}{changes}"
+            f"{task} {self.label}, patches of {size}, {self.leading_tokens} leading tokens{smoothing}{changes}{noise}"
         )
 
     @staticmethod

@@ -54,6 +54,11 @@ class Batch:
     """``start_slots`` and ``start_positions`` as they were made; None where they have not moved."""
     soft_labels: torch.Tensor | None = None
     """(b, classes) fp32: the distribution that the label of each row's one document stands for; None: the label."""
+    conditions: torch.Tensor | None = None
+    """(b, 2) int32: timestep and class of each row's one image, whose inputs are noised pixels:
+    (b, n / sequence_size, p) fp32. None: images and texts are read as they are."""
+    wanted: torch.Tensor | None = None
+    """(b, n / sequence_size, p) fp32: what is predicted of noised pixels."""
     tokens_after: torch.Tensor | None = None
     """(b,) int64 on the host: tokens of each row's last document range behind the segment; None where only earlier
     tokens are read."""
@@ -96,7 +101,7 @@ class Batch:
         # Only from pinned memory do they run by themselves.
         batch = self.pinned() if device.type == "cuda" else self
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch._tensors().items()}
-        ids = [name for name in ("tokens", "labels") if moved[name].dtype != torch.uint8]
+        ids = [name for name in ("tokens", "labels") if moved[name].dtype not in (torch.uint8, torch.float32)]
         moved |= {name: moved[name].long() for name in ids}
         return Batch(**moved, host_starts=self.document_starts[:2], tokens_after=self.tokens_after)
 
@@ -321,6 +326,8 @@ def read_images(
         start_positions=torch.from_numpy(positions),
         sources=torch.tensor([(source_numbers or {}).get(windows.source.name, 0) for windows, _ in rows]),
         soft_labels=None if made.soft_labels is None else torch.from_numpy(made.soft_labels),
+        conditions=None if made.conditions is None else torch.from_numpy(made.conditions),
+        wanted=None if made.wanted is None else torch.from_numpy(np.ascontiguousarray(made.wanted[:, first:last])),
         tokens_after=torch.full((len(rows),), length - last),
     )
 

@@ -11,6 +11,7 @@ from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.evaluation.chosen_run import ChosenRun
 from lightscale.evaluation.model import restore
 from lightscale.models.language_model import LanguageModel
+from lightscale.parallel.engine import more_inputs
 from lightscale.parallel.mesh import start_mesh
 from lightscale.tasks.interface import task_of
 
@@ -90,7 +91,7 @@ def _token_losses(model: LanguageModel, batch: Batch) -> torch.Tensor:
         batch.labels,
         loss_mask=batch.loss_mask,
         document_starts=batch.document_starts,
-        soft_labels=batch.soft_labels,
+        **more_inputs(batch),
     )
     return losses.double().cpu().view(batch.labels.shape)
 

@@ -158,6 +158,8 @@ def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
     """What is predicted, by the run's task; UserError for options that say something of another kind."""
     name = chosen.config.task.name
     task, where = task_class(name), f'{chosen.directory.path}: its task.name = "{name}"'
+    if task.predicts_noise:
+        raise UserError(f"{where}, which predicts noise; use `lightscale draw` to draw images")
     if not task.reads_images:
         for option in ("resize", "convert_modes", "image_size"):
             if getattr(args, option):

@@ -56,6 +56,7 @@ class SequenceContext:
     lengths: n of every sequence rank where they differ; None when they are equal.
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
     grid: of documents; None: they are rows of tokens.
+    conditions: (b, 2) int64, timestep and class of each row's one image; None: nothing is conditioned.
     shared: results of the model's parts for all layers (``StagePart.forward``), by the name of the part.
     """
 
@@ -69,6 +70,7 @@ class SequenceContext:
     lengths: Sequence[int] | None = None
     states: dict[str, MixerState] | None = None
     grid: GridConfig | None = None
+    conditions: Tensor | None = None
     shared: Mapping[str, Any] = field(default_factory=dict)
     documents_stay: bool = False
     _attentions: dict[tuple[bool, int | None, float | None], DocumentAttention] = field(default_factory=dict)

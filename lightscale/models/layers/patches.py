@@ -51,8 +51,9 @@ class PatchEmbedding(EmbeddingPart):
         return {name: values[name] for name in PatchesSpec.parameters_of(model)}
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
-        """x: (b, n, p) bytes, whatever they are at leading tokens."""
-        scaled = (x.to(self.wide) / 255 - self.mean) / self.std
+        """x: (b, n, p) bytes, or fp32 of noised pixels, whatever they are at leading tokens."""
+        # Noised pixels are scaled already.
+        scaled = x if x.is_floating_point() else (x.to(self.wide) / 255 - self.mean) / self.std
         embedded = F.linear(scaled.to(self.weight.dtype), self.weight, self.bias)
         if self.leading_tokens:
             # All pixels take part, and those of leading tokens get no gradient.

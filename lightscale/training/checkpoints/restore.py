@@ -30,7 +30,7 @@ from lightscale.models.conversion import Conversion
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.optimizer_spec import AVERAGE
+from lightscale.parallel.optimizer_spec import AVERAGE, average_state
 from lightscale.parallel.shards import TensorShard, copy_overlap, moved_rows
 from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
@@ -123,6 +123,7 @@ class Checkpoints:
         allow: Collection[str] = (),
         conversion: Conversion | None = None,
         frozen: bool = False,
+        average: str | None = None,
     ) -> Restored | None:
         """Read the newest intact checkpoint, or that of ``step``, into ``engine``; None if the run has no checkpoint.
 
@@ -135,6 +136,8 @@ class Checkpoints:
                 ``model.embedding_std`` (see ``_check_one_embedding``), ``optimizer.groups`` (see ``_check_numbering``).
             conversion: with ``weights_only``, of a model with other mixers; the weights that it does not keep stay.
             frozen: read the frozen weights of ``engine``, not those that it trains.
+            average: with ``weights_only``, the name of an average that training kept (``optimizer.ema``), which is read
+                in place of the weights.
 
         Raises:
             NoGoodCheckpoint: all candidates are damaged; the message has one line for each.
@@ -145,6 +148,8 @@ class Checkpoints:
         names: list[CheckpointName] = self._ranks.on_first(
             lambda: list_checkpoints(self.directory) if step is None else checkpoints_of_step(self.directory, step)
         )
+        if average is not None:
+            names = self._with_averages(names, average)
         if not weights_only:
             if step is not None and all(name.contents == "weights" for name in names):
                 raise UserError(
@@ -172,6 +177,8 @@ class Checkpoints:
                     _check_counters(path, contents.state, engine.counters())
                 wanted = engine.frozen_shards() if frozen else engine.wanted_shards(weights_only=weights_only)
                 wanted = _with_new_averages(wanted, contents.tensors)
+                if average is not None:
+                    wanted = [_averaged(shard, average) for shard in wanted]
                 self._check_same_model(path, wanted, contents.tensors, conversion)
             except DamagedCheckpoint as error:
                 refused[path] = str(error)
@@ -190,6 +197,16 @@ class Checkpoints:
         if refused:
             raise NoGoodCheckpoint("no intact checkpoint:\n" + "\n".join(f"  {line}" for line in refused.values()))
         return None
+
+    def _with_averages(self, names: Sequence[CheckpointName], average: str) -> list[CheckpointName]:
+        """Those of ``names`` that are full checkpoints, which alone have averages."""
+        full = [name for name in names if name.contents == "full"]
+        if names and not full:
+            raise UserError(
+                f"{self.directory / names[0].directory} has only weights, and not the average {average}; use a full "
+                "checkpoint"
+            )
+        return full
 
     def put_aside(self, damaged: Sequence[Path]) -> None:
         """Rename damaged directories, so that they count neither as checkpoints nor as kept ones."""
@@ -316,6 +333,12 @@ def _with_new_averages(wanted: Sequence[TensorShard], files: Sequence[TensorFile
             shard = replace(shard, box=replace(shard.box, key=f"{WEIGHTS_PREFIX}{name}"))
         found.append(shard)
     return found
+
+
+def _averaged(shard: TensorShard, average: str) -> TensorShard:
+    """The shard of a weight, to be filled with its average."""
+    key = f"{average_state(average)}.{shard.box.key.removeprefix(WEIGHTS_PREFIX)}"
+    return replace(shard, box=replace(shard.box, key=key))
 
 
 def _converted(stored: TensorShard, conversion: Conversion) -> Iterator[TensorShard]:

@@ -1,0 +1,1 @@
+"""Images drawn by diffusion transformers: ``lightscale draw``."""

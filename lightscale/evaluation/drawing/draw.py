@@ -1,0 +1,116 @@
+"""``lightscale draw`` behind its checks: the model on its ranks, images, files, and measures of a classifier."""
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightscale.data_pipeline.augmentation.augment import centre_crop
+from lightscale.data_pipeline.augmentation.noise import as_bytes
+from lightscale.data_pipeline.loading.images import as_patches
+from lightscale.data_pipeline.store.format import IMAGE
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.errors import counted
+from lightscale.evaluation.drawing.denoiser import Denoiser
+from lightscale.evaluation.drawing.measures import coverage, frechet_distance
+from lightscale.evaluation.drawing.pictures import as_grid, as_pixels, write_png
+from lightscale.evaluation.drawing.request import DrawingRequest, Judge
+from lightscale.evaluation.inference.predictions import Predictor
+from lightscale.evaluation.model import LoadedModel, mesh_of, restore
+from lightscale.evaluation.model_at_work import ModelAtWork
+from lightscale.models.specs.patches import patch_numbers
+from lightscale.parallel.mesh import Mesh
+
+Pixels = NDArray[np.uint8]
+
+
+def draw(asked: DrawingRequest) -> None:
+    """Draw the images that ``asked`` describes, write them, and print their measures.
+
+    Called by every rank with torchrun's variables in the environment, or without them by one process.
+    """
+    with mesh_of(asked.chosen.config) as mesh:
+        drawing = Drawing(asked, restore(asked.chosen, mesh, average=asked.average), mesh)
+        images = drawing.draw()
+        drawing.write(images)
+        if asked.judge is not None:
+            drawing.print_measures(measures(asked, asked.judge, images, mesh))
+
+
+class Drawing(ModelAtWork):
+    """A model and its request; collective over the ranks of ``mesh``."""
+
+    def __init__(self, asked: DrawingRequest, loaded: LoadedModel, mesh: Mesh) -> None:
+        super().__init__(asked.chosen, loaded, mesh)
+        self.asked = asked
+        self._denoiser = Denoiser(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self._advance)
+
+    def draw(self) -> Pixels:
+        """(b, h, w, c), on every rank."""
+        started_s, model = time.perf_counter(), self.asked.chosen.config.model
+        assert model.patches is not None and model.grid is not None, "a model of images"
+        shape = model.grid.document_tokens, patch_numbers(model.patches)
+        found = self.asked.sampler.draw(self._denoiser, self.asked.classes, shape)
+        patches = as_bytes(found, model.patches.mean, model.patches.std)
+        images = as_pixels(patches, model.grid.shape, model.patches.size, model.patches.channels)
+        took_s, weights = time.perf_counter() - started_s, self.asked.average or "weights"
+        self._say(f"{counted(len(images), 'image')} in {took_s:.2f} s, from {self.loaded.checkpoint} ({weights})")
+        return images
+
+    def write(self, images: Pixels) -> None:
+        """The picture of all images, and single ones."""
+        if not self._is_main:
+            return
+        asked = self.asked
+        write_png(as_grid(images, asked.columns, scale=asked.scale), asked.out)
+        self._say(f"wrote {asked.out}")
+        if asked.folder is None:
+            return
+        for number, (image, label) in enumerate(zip(images, asked.classes, strict=True)):
+            path = asked.folder / asked.class_name(label) / f"{number:05}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_png(image, path)
+        self._say(f"wrote {counted(len(images), 'file')} to {asked.folder}")
+
+    def print_measures(self, found: dict[str, Any]) -> None:
+        """A line for people, or one of JSON."""
+        if self._is_main:
+            line = (
+                json.dumps(found) if self.asked.as_json else ", ".join(f"{key} {value}" for key, value in found.items())
+            )
+            sys.stdout.write(line + "\n")
+
+
+def measures(asked: DrawingRequest, judge: Judge, images: Pixels, mesh: Mesh) -> dict[str, Any]:
+    """What a classifier recognises of drawn ``images``, and how near its features of them are to real ones'."""
+    config = judge.chosen.config.model
+    assert config.patches is not None and config.grid is not None and config.image_shape is not None
+    height, width = config.patches.size
+    predictor = Predictor(restore(judge.chosen, mesh).model, mesh, row_tokens=asked.row_tokens)
+
+    def documents(pixels: Pixels) -> list[NDArray[np.int32]]:
+        return list(as_patches(pixels, (height, width), config.grid.leading_tokens if config.grid else 0))
+
+    real = documents(_real_images(judge, (config.image_shape[0], config.image_shape[1])))
+    drawn = documents(images)
+    recognised = predictor.classify(drawn).argmax(axis=1) == np.array(asked.classes)
+    of_real, of_drawn = (predictor.embed(one, "mean") for one in (real, drawn))
+    covered = coverage(of_real, of_drawn)
+    return {
+        "images": len(drawn),
+        "recognised": round(float(recognised.mean()), 4),
+        "frechet_distance": round(frechet_distance(of_real, of_drawn), 4),
+        "precision": round(covered.precision, 4),
+        "recall": round(covered.recall, 4),
+    }
+
+
+def _real_images(judge: Judge, size: tuple[int, int]) -> Pixels:
+    """All images of a source, the middle of each."""
+    source = TokenStore(judge.store).source(judge.source)
+    assert source.image_shape is not None, "a source of images"
+    pixels: Pixels = source.document_values(IMAGE, 0, source.num_documents)
+    return np.stack([centre_crop(image.reshape(source.image_shape), size) for image in pixels])

@@ -1,0 +1,229 @@
+"""``lightscale draw``: draw images with a trained diffusion transformer."""
+
+import argparse
+import functools
+import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import numpy as np
+
+from lightscale.config.arguments import OVERRIDE, path_argument, run_path
+from lightscale.data_pipeline.augmentation.noise import scaled
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.errors import UserError
+from lightscale.evaluation.chosen_run import ChosenRun, choose_run
+from lightscale.evaluation.drawing.request import DrawingRequest, Judge
+from lightscale.evaluation.drawing.sampler import Sampler
+from lightscale.evaluation.prediction.request import class_names
+from lightscale.launch.commands.checks import num_processes
+from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
+from lightscale.launch.environment import RankEnvironment
+from lightscale.models.specs.patches import patch_numbers
+from lightscale.runs.run_directory import split_step
+from lightscale.tasks.diffusion import DiffusionTaskConfig
+
+NAME = "draw"
+_MOST_COLUMNS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightscale draw``."""
+    parser.description = (
+        'Draws images of given classes with a run whose task.name = "diffusion", and writes them to one PNG file. With '
+        "--classifier, a classifier of the same images measures them."
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN[@STEP]", help="directory of a run, or NAME for runs/NAME; step (default: the newest)")
+    layout = "layout of the model over ranks, such as parallel.tensor=2 (default: a complete model on each rank)"
+    add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
+    add(
+        "--out",
+        type=path_argument,
+        required=True,
+        metavar="FILE",
+        help="write the picture of all images to a new PNG file",
+    )
+    add("--folder", type=path_argument, metavar="PATH", help="write each image to a new folder, as CLASS/NUMBER.png")
+    add("--count", type=int, default=100, metavar="N", help="number of images (default: %(default)s)")
+    add("--class", action="append", dest="classes", metavar="NAME",
+        help="class of the images, by name or number; repeatable (default: all classes in turn)")  # fmt: skip
+    add("--ema", metavar="NAME", help="the average of that name in optimizer.ema, in place of the weights")
+    samplers = "way from noise to image (default: %(default)s)"
+    add("--sampler", choices=["ddim", "ddpm"], default="ddim", help=samplers)
+    add(
+        "--steps", type=int, default=50, metavar="N", help="number of timesteps that are visited (default: %(default)s)"
+    )
+    guidance = "scale of classifier-free guidance; 1: none (default: %(default)s)"
+    add("--guidance", type=float, default=1.0, metavar="SCALE", help=guidance)
+    add("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
+    add("--columns", type=int, metavar="N", help="images per row of the picture (default: one per class, at most 20)")
+    add("--scale", type=int, default=1, metavar="N", help="width of a pixel in the picture (default: %(default)s)")
+    classifier = "run of a classifier that measures the images: share recognised, Fréchet distance, precision, recall"
+    add("--classifier", metavar="RUN[@STEP]", help=classifier)
+    real = "source of the run's store with real images, for --classifier (default: the first that is trained on)"
+    add("--real", metavar="SOURCE", help=real)
+    add("--processes", type=int, metavar="N", help="ranks on this machine (default: one per GPU, or one)")
+    row = "tokens per forward pass of the model (default: %(default)s)"
+    add("--row-tokens", type=int, default=8192, metavar="N", help=row)
+    add("--store", type=path_argument, metavar="PATH", help="token store of the run (default: the run's)")
+    add("--json", action="store_true", help="print the measures as one line of JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw. A rank (started by torchrun, srun or mpirun) joins the others; any other process starts the ranks."""
+    return join_or_start(functools.partial(_rank, args), functools.partial(_start, args))
+
+
+def _asked(args: argparse.Namespace) -> DrawingRequest:
+    """What is to be done, found and checked without torch."""
+    least = {"count": 1, "steps": 1, "seed": 0, "columns": 1, "scale": 1, "row_tokens": 64}
+    for name, number in least.items():
+        if (value := getattr(args, name)) is not None and value < number:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {number}")
+    if not 0 <= args.guidance < float("inf"):
+        raise UserError(f"--guidance {args.guidance}: must be a number of at least 0")
+    for option in ("out", "folder"):
+        path = getattr(args, option)
+        if path is not None and (path.exists() or path.is_symlink()):
+            raise UserError(f"--{option} {path}: the path exists; remove it or use another path")
+    if find_spec("PIL") is None:
+        raise UserError("--out: PNG files need the package pillow; pip install 'lightscale[images]'")
+    chosen = _chosen(args.run, args)
+    config = chosen.config
+    task = config.task
+    if not isinstance(task, DiffusionTaskConfig):
+        raise UserError(
+            f'{chosen.directory.path}: its task.name = "{task.name}", which draws nothing; use a run with task.name = '
+            '"diffusion"'
+        )
+    if args.ema is not None and args.ema not in config.optimizer.ema:
+        known = ", ".join(config.optimizer.ema) or "none"
+        raise UserError(f"--ema {args.ema}: {chosen.directory.path} keeps no such average; optimizer.ema has: {known}")
+    names = class_names(chosen)
+    classes = _classes(args, chosen, names)
+    return DrawingRequest(
+        chosen=chosen,
+        sampler=_sampler(args, chosen, task),
+        classes=[classes[number % len(classes)] for number in range(args.count)],
+        class_names=names,
+        average=args.ema,
+        columns=min(args.columns or min(len(classes), _MOST_COLUMNS), args.count),
+        scale=args.scale,
+        row_tokens=args.row_tokens,
+        out=args.out,
+        folder=args.folder,
+        judge=_judge(args, chosen),
+        as_json=args.json,
+    )
+
+
+def _chosen(run: str, args: argparse.Namespace) -> ChosenRun:
+    directory, step = split_step(run)
+    # On whatever device there is, as a run of GPUs is looked at on any machine.
+    overrides = ["train.device=auto", *overrides_among_one(args.overrides)]
+    return choose_run(run_path(directory), step=step, store=args.store, overrides=overrides, any_task=True)
+
+
+def _sampler(args: argparse.Namespace, chosen: ChosenRun, task: DiffusionTaskConfig) -> Sampler:
+    if args.steps > task.timesteps:
+        raise UserError(f"--steps {args.steps}: the run has task.timesteps = {task.timesteps}; use at most these")
+    patches, diffusion = chosen.config.model.patches, chosen.config.model.diffusion
+    assert patches is not None and diffusion is not None, "checked with the configuration"
+    ends = np.array([[0], [255]], dtype=np.uint8).repeat(patch_numbers(patches), axis=1)
+    low, high = scaled(ends, patches.mean, patches.std)
+    return Sampler(
+        name=args.sampler,
+        schedule=task.schedule,
+        timesteps=task.timesteps,
+        prediction=task.prediction,
+        steps=args.steps,
+        guidance=args.guidance,
+        no_class=diffusion.num_labels,
+        low=low,
+        high=high,
+        seed=args.seed,
+    )
+
+
+def _classes(args: argparse.Namespace, chosen: ChosenRun, names: list[str]) -> list[int]:
+    """The numbers of the classes that are asked for."""
+    assert chosen.config.model.diffusion is not None, "checked with the configuration"
+    count = chosen.config.model.diffusion.num_labels
+    if not args.classes:
+        return list(range(count))
+    # A name is meant before a number.
+    known = {str(number): number for number in range(count)} | {name: number for number, name in enumerate(names)}
+    for name in args.classes:
+        if name not in known:
+            raise UserError(
+                f"--class {name}: the run has {count} classes: {', '.join(names[:20]) or f'0 to {count - 1}'}"
+            )
+    return [known[name] for name in args.classes]
+
+
+def _judge(args: argparse.Namespace, drawing: ChosenRun) -> Judge | None:
+    """The classifier, whose images are those that are drawn."""
+    if args.classifier is None:
+        if args.real is not None:
+            raise UserError(f"--real {args.real} has no effect without --classifier; remove it")
+        return None
+    chosen = _chosen(args.classifier, args)
+    config, path = chosen.config, chosen.directory.path
+    if config.task.name != "classify-image":
+        raise UserError(
+            f'--classifier {path}: its task.name = "{config.task.name}"; use a run with task.name = "classify-image"'
+        )
+    if config.model.image_shape != drawing.config.model.image_shape:
+        theirs, own = ("x".join(map(str, one.config.model.image_shape or ())) for one in (chosen, drawing))
+        raise UserError(f"--classifier {path}: it reads images of {theirs}, and {own} are drawn; use one of these")
+    if class_names(chosen) != class_names(drawing):
+        raise UserError(f"--classifier {path}: its classes are not those of {drawing.directory.path}; use one of these")
+    store = args.store or next(iter(drawing.config.data.store_paths.values()))
+    known = TokenStore(store)
+    source = args.real or next(iter(known.training_weights()))
+    if source not in known.sources:
+        raise UserError(f"--real {source}: {store} has no such source; use one of {', '.join(known.sources)}")
+    return Judge(chosen=chosen, source=source, store=store)
+
+
+def _start(args: argparse.Namespace) -> int:
+    asked = _asked(args)
+    config = asked.chosen.config
+    processes = num_processes(config, args.processes)
+    check_ranks(config, processes)
+    print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
+    if processes > 1:
+        return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
+    preload().draw(asked)
+    return 0
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The arguments of a rank."""
+    words = [args.run, *args.overrides]
+    for name, value in vars(args).items():
+        if name in ("run", "overrides", "processes") or value is None or value is False:
+            continue
+        option = "--class" if name == "classes" else f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        else:
+            # In one word: a name may begin with a hyphen.
+            words += [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]
+    return words
+
+
+def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
+    """The work of one rank."""
+    join(environment)
+    asked = _asked(args)
+    check_ranks(asked.chosen.config, environment.world_size)
+    preload().draw(asked)
+    return 0
+
+
+def preload() -> ModuleType:
+    """Import models and engine by name: it takes seconds, and mistakes are reported before."""
+    return importlib.import_module("lightscale.evaluation.drawing.draw")

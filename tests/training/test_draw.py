@@ -1,0 +1,159 @@
+"""Images drawn by commands: a run resumed on the same and on other ranks, its pictures on every axis, and refusals."""
+
+import json
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightscale.cli import main
+from lightscale.runs.run_directory import RunDirectory, read_metrics
+from lightscale.training.checkpoints.directories import directory_name
+
+Image = pytest.importorskip("PIL.Image", reason="images are written by Pillow")
+commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
+images = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("test_classify_image.py"))))
+RunRanks = Callable[..., list[Any]]
+pytestmark = pytest.mark.long
+STEPS = 12
+SHAPE = [
+    "data.store=store",
+    "data.validation={held={source='a-validation', sequences=99}}",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.intermediate_size=32",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=4",
+    "optimizer.warmup_steps=1",
+]
+WORDS = [
+    *("lightnet-dit-digits", *SHAPE, f"train.steps={STEPS}", f"train.validate_every={STEPS}"),
+    *(f"checkpoint.every={STEPS - 4}", f"model.diffusion.num_labels={images.LABELS}", "optimizer.ema={slow=0.9}"),
+]
+JUDGE = ["vit-digits", *SHAPE, "train.steps=24", "train.validate_every=24", "checkpoint.every=24"]
+
+
+def train_and_resume(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    lines = [["train", *WORDS, "--run", "runs/one"], ["train", *JUDGE, "--run", "runs/judge"]]
+    results = commands(rank, world_size, init_method, folder, lines)
+    for name in ("runs/again", "runs/on-four"):
+        run = RunDirectory(name)
+        shutil.copytree("runs/one", run.path)
+        shutil.rmtree(run.checkpoints / directory_name(STEPS))
+        run.status.unlink()
+    again = [["train", *WORDS, "--run", "runs/again"]]
+    return [*results, *commands(rank, world_size, f"{init_method}-again", folder, again)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Path:
+    folder = tmp_path_factory.mktemp("drawn")
+    images.write_store(folder)
+    (results,) = run_ranks(train_and_resume, 1, str(folder), timeout_s=600)
+    assert [code for code, _ in results] == [0, 0, 0], results
+    return folder
+
+
+DRAW = ["draw", "runs/one", "--steps", "3", "--count", "6", "--guidance", "2"]
+LAYOUTS = {
+    "a": ["parallel.pipeline=2", "parallel.sequence=2", "--sampler", "ddpm"],
+    "b": ["parallel.tensor=2", "--row-tokens", "64"],
+}
+
+
+def on_four(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    lines = [["train", *WORDS, "parallel.pipeline=2", "parallel.sequence=2", "--run", "runs/on-four"]]
+    lines += [[*DRAW, *layout, "--out", f"four-{name}.png"] for name, layout in LAYOUTS.items()]
+    return commands(rank, world_size, init_method, folder, lines)
+
+
+def pixels(path: str) -> Any:
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def test_runs_go_on_and_draw_the_same_on_other_ranks(
+    trained: Path,
+    run_ranks: RunRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    steps_of: Callable[..., dict[int, tuple[Any, ...]]],
+) -> None:
+    lines, again = (read_metrics(trained / f"runs/{name}/metrics.jsonl") for name in ("one", "again"))
+    assert again[-1]["attempt"] == 2
+    assert steps_of(again) == steps_of(lines)
+    for results in run_ranks(on_four, 4, str(trained), timeout_s=600):
+        assert [code for code, _ in results] == [0, 0, 0], results
+    other = read_metrics(trained / "runs/on-four/metrics.jsonl")
+    for one, two in zip(lines[STEPS - 4 :], other[STEPS - 4 :], strict=True):
+        assert two["attempt"] == 2
+        assert abs(one["loss"] - two["loss"]) < 1e-5
+    assert lines[-1]["validation"]["held"]["loss"] == pytest.approx(other[-1]["validation"]["held"]["loss"], abs=1e-5)
+    monkeypatch.chdir(trained)
+    for name, layout in LAYOUTS.items():
+        of_one = [word for word in layout if not word.startswith("parallel.")]
+        assert main([*DRAW, *of_one, "--out", f"one-{name}.png"]) == 0
+        # Rounding of the model at most moves a pixel to the next byte.
+        assert abs(pixels(f"one-{name}.png") - pixels(f"four-{name}.png")).max() <= 1
+
+
+def test_pictures_averages_and_measures(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained)
+    assert main([*DRAW, "--out", "all.png", "--folder", "each", "--scale", "2"]) == 0
+    picture = pixels("all.png")
+    # A column for each of the four classes.
+    assert picture.shape == (2 * 16 + 2, 4 * 16 + 3 * 2)
+    single = pixels("each/1/00005.png")
+    assert np.array_equal(picture[18::2, 18:34:2], single)
+    assert main([*DRAW, "--out", "same.png", "--scale", "2"]) == 0
+    assert Path("same.png").read_bytes() == Path("all.png").read_bytes()
+    assert main([*DRAW, "--class", "2", "--out", "twos.png"]) == 0
+    assert np.array_equal(pixels("twos.png")[:8], pixels("twos.png")[:8])
+    # An average is that which `checkpoint average --ema` writes as a run.
+    assert main([*DRAW, "--ema", "slow", "--out", "slow.png", "--scale", "2"]) == 0
+    assert not np.array_equal(pixels("slow.png"), picture)
+    assert main(["average", "runs/one", "--ema", "slow", "--out", "runs/slow"]) == 0
+    assert main(["draw", "runs/slow", *DRAW[2:], "--out", "averaged.png", "--scale", "2"]) == 0
+    assert np.array_equal(pixels("slow.png"), pixels("averaged.png"))
+    capsys.readouterr()
+    assert main([*DRAW, "--out", "judged.png", "--classifier", "runs/judge", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == 6
+    assert 0 <= found["recognised"] <= 1
+    assert found["frechet_distance"] > 0
+
+
+def test_wrong_requests_are_refused(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained)
+    draw = ["draw", "runs/one", "--out", "new.png"]
+    for words, message in {
+        (*draw, "--count", "0"): "--count 0: must be at least 1",
+        (*draw, "--guidance", "-1"): "--guidance -1.0: must be a number of at least 0",
+        (*draw, "--steps", "1001"): "task.timesteps = 1000",
+        (*draw, "--ema", "fast"): "optimizer.ema has: slow",
+        (*draw, "--class", "9"): "the run has 4 classes: 0, 1, 2, 3",
+        (*draw, "--real", "a"): "--real a has no effect without --classifier",
+        (*draw, "--classifier", "runs/one"): 'use a run with task.name = "classify-image"',
+        (*draw, "--classifier", "runs/judge", "--real", "b"): "no such source; use one of a, a-validation",
+        (*draw, "parallel.sequence=3"): "parallel.sequence",
+        ("draw", "runs/one", "--out", "store"): "--out store: the path exists",
+        ("draw", "runs/judge", "--out", "new.png"): 'its task.name = "classify-image", which draws nothing',
+        ("predict", "runs/one", "--file", "a.npz"): "use `lightscale draw` to draw images",
+        ("generate", "runs/one", "--prompt", "a"): "use `lightscale draw` for this model",
+        ("export", "runs/one", "--to", "export"): "models of images cannot be loaded or exported",
+        ("train", *WORDS, "task.seed=3", "--run", "runs/one"): "--allow-change task.seed",
+        ("train", *WORDS, "model.diffusion.num_labels=3", "--run", "runs/x"): "label",
+        ("train", *WORDS, "train.init_from=runs/judge@24", "--run", "runs/x"): "[model.diffusion]",
+    }.items():
+        assert main(list(words)) != 0, words
+        error = capsys.readouterr().err
+        assert message in error, words
+        assert "Traceback" not in error
+    assert not Path("new.png").exists()
