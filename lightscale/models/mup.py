@@ -58,7 +58,11 @@ def mup_scales(model: ModelConfig) -> dict[str, MuPScale]:
     """
     if model.mup is None:
         return {}
-    linear, shapes, wider = matrices(model), parameter_shapes(model), parameter_shapes(_wider(model))
+    linear, shapes, wider = (
+        matrices(model),
+        parameter_shapes(model),
+        parameter_shapes(at_width(model, 2 * model.hidden_size)),
+    )
     outputs = _outputs(model)
     found = {}
     for name, shape in shapes.items():
@@ -97,15 +101,15 @@ def _at_depth(model: ModelConfig, name: str, scale: MuPScale, *, is_output: bool
     return replace(scale, std=scale.std * std, lr=scale.lr * lr, eps=scale.eps * eps, depth=lr)
 
 
-def _wider(model: ModelConfig) -> ModelConfig:
-    """Of twice the width, by twice as many heads."""
-    table = model.model_dump()
-    for key in ("hidden_size", "num_heads", "intermediate_size"):
-        table[key] *= 2
+def at_width(model: ModelConfig, width: int) -> ModelConfig:
+    """``model`` of another width, a multiple of a head's, by other numbers of heads as wide as its own."""
+    table, share = model.model_dump(), width / model.hidden_size
+    table |= {"hidden_size": width, "num_heads": round(model.num_heads * share)}
+    table["intermediate_size"] = round(model.intermediate_size * share)
     for options in table["mixer_options"].values():
         for key, value in options.items():
             if _NUMBERS_OF_HEADS.fullmatch(key) and value is not None:
-                options[key] = 2 * value
+                options[key] = max(1, round(value * share))
     return type(model).model_validate(table)
 
 

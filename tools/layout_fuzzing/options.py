@@ -33,6 +33,9 @@ NUMBERS: dict[str, list[Any]] = {
     "model.norm_eps": [1e-6, 1e-3],
     "model.init_std": [0.02, 0.1],
     "model.embedding_std": [None, 0.5],
+    "model.mup.base_hidden_size": [16, 32],
+    "model.mup.base_num_layers": [None, 1],
+    "model.mup.depth_exponent": [1.0, 0.5],
     "model.head.num_labels": [3],
     "model.tpe.modes": [None, 3],
     # Documents of 24 or 48 tokens: those of text are short or fill a sequence, images fill one.
