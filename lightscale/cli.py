@@ -67,6 +67,10 @@ COMMANDS: dict[str, Command] = {
     "lr-find": Command(
         module="lightscale.study.commands.lr_find", help="train with a growing learning rate, and show the loss over it"
     ),
+    "coordinate-check": Command(
+        module="lightscale.training.coordinates.command",
+        help="train a model at several widths, and judge the sizes of its activations",
+    ),
     "compare": Command(
         module="lightscale.study.commands.compare",
         help="compare losses, configurations and scores of runs on a page",

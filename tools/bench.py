@@ -36,7 +36,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
-from benchmarks.learning import convert, copying, distill, learn
+from benchmarks.learning import convert, copying, distill, learn, mup
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
@@ -305,6 +305,14 @@ BENCHMARKS = {
         run=run_distill,
         repeats=1,
         draw=distill.draw,
+    ),
+    "mup": Benchmark(
+        summary="the best learning rate of three widths, with µP and without it",
+        add_arguments=mup.add_arguments,
+        run=mup.run,
+        threads=1,
+        repeats=2,
+        draw=mup.draw,
     ),
     "export": Benchmark(
         summary="`lightscale export` of random weights: peak memory, and speed beside a plain copy of the bytes",

@@ -113,6 +113,18 @@ class DiffusionConfig(Section):
     """Sines and cosines of a timestep, which the conditioning's perceptron reads; even."""
 
 
+class MuPConfig(Section):
+    """[model.mup]: µP, by which the best learning rate of a narrow model is that of a wide one (arXiv 2203.03466)."""
+
+    base_hidden_size: Width
+    """Width that learning rate and initial weights are meant for; a model of this width is as without the table. Heads
+    are as wide as the model's: only their number differs."""
+    base_num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = None
+    """Number of blocks that they are meant for; none: model.num_layers, so that depth changes nothing."""
+    depth_exponent: Annotated[float, Field(ge=0.5, le=1)] = 1.0
+    """Exponent of base_num_layers / num_layers in what a block adds; 1: CompleteP (arXiv 2505.01618); 0.5: depth-µP."""
+
+
 class ModelConfig(Section):
     """[model]: the shape of the network."""
 
@@ -164,6 +176,8 @@ class ModelConfig(Section):
     sqrt(num_layers) in blocks without a gated linear unit."""
     embedding_std: Small | None = None
     """Standard deviation of the embedding and of learned positions; none: init_std. CausalRN's paper uses 1."""
+    mup: MuPConfig | None = None
+    """Table of µP: initial weights and learning rates by width and depth; none: the same for all shapes."""
     mixer_options: dict[str, SerializeAsAny[Section]] = Field(default={}, validate_default=True)
     """Options of the mixers in use: one table [model.mixer_options.NAME] per mixer with options."""
 
@@ -194,8 +208,32 @@ class ModelConfig(Section):
     @cached_property
     def output_std(self) -> float:
         """Standard deviation of the initial weights of output projections, whose results the residual stream sums."""
-        # They start smaller, so that its variance does not grow with the number of such sums.
-        return self.init_std / math.sqrt((2 if self.intermediate_size else 1) * self.num_layers)
+        # They start smaller, so that its variance does not grow with the number of such sums; with µP that is done by
+        # the depth's own factor (models/mup.py).
+        layers = self.num_layers if self.mup is None else self.mup.base_num_layers or self.num_layers
+        return self.init_std / math.sqrt((2 if self.intermediate_size else 1) * layers)
+
+    @cached_property
+    def width_ratio(self) -> float:
+        """Width over that of model.mup; 1: there is no such table."""
+        return 1.0 if self.mup is None else self.hidden_size / self.mup.base_hidden_size
+
+    @cached_property
+    def depth_ratio(self) -> float:
+        """Number of blocks over that of model.mup; 1: there is none."""
+        base = None if self.mup is None else self.mup.base_num_layers
+        return 1.0 if base is None else self.num_layers / base
+
+    @property
+    def ties_weights(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.tie_word_embeddings and self.head is None and self.diffusion is None
+
+    @property
+    def input_multiplier(self) -> float:
+        """Factor of embedded tokens: embedding_multiplier, and where µP gives a tied embedding the output layer's
+        weights, the one that undoes it at the input."""
+        return self.embedding_multiplier * (self.width_ratio if self.ties_weights else 1.0)
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -262,6 +300,12 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.final_logit_cap = {self.final_logit_cap} with model.head: logits of labels have no limit; "
                 "remove model.final_logit_cap"
+            )
+        if self.depth_ratio != 1 and self.norm_placement != "pre":
+            raise ValueError(
+                f"model.mup.base_num_layers = {self.mup and self.mup.base_num_layers} with model.norm_placement = "
+                f'"{self.norm_placement}": norms behind a block undo the factor of its outputs; use '
+                'model.norm_placement = "pre", or base_num_layers = "none"'
             )
         has_width = (getattr(self.mixer_options.get(name), "head_dim", None) for name in {*self.layers})
         if self.hidden_size % self.num_heads and not all(has_width):
@@ -334,6 +378,7 @@ class ModelConfig(Section):
                 "model.final_norm = false: the norm before the output is shifted and scaled; use true",
             ),
             (self.final_logit_cap is not None, "model.final_logit_cap: noise has no limit; remove it"),
+            (self.mup is not None, "model.mup: the matrices of modulations and timesteps have no factors; remove it"),
         ]
         for wrong, fault in checks:
             if wrong:

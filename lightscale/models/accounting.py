@@ -133,7 +133,7 @@ def rank_parameters_by_name(model: ModelConfig, *, tensor: int, pipeline: int) -
     stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
     held: list[dict[str, int]] = [{} for _ in range(pipeline)]
     whole = _whole_on_tensor_ranks(model)
-    tied = model.tie_word_embeddings and model.head is None and model.diffusion is None
+    tied = model.ties_weights
     for name, shape in parameter_shapes(model).items():
         # Norms see whole tokens, of which every tensor rank has some: each holds the whole weight.
         ranks = 1 if name in whole or "layernorm." in name else tensor

@@ -29,9 +29,11 @@ _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Have a row for each id."""
 _OTHERS = (
     *("num_heads", "glu_activation", "norm", "norm_placement", "zero_centered_norm", "final_norm", "norm_eps"),
-    *("embedding_multiplier", "final_logit_cap", "grid", "tpe", "patches"),
+    *("input_multiplier", "final_logit_cap", "grid", "tpe", "patches"),
 )
 """Settings that may differ, and change the function of kept weights; with options of mixers that both have."""
+_KEYS = {"input_multiplier": "model.embedding_multiplier, model.mup included,"}
+"""Names for people of what is no key."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
 
 Ranges = tuple[tuple[int, int], ...]
@@ -196,7 +198,7 @@ def _require_shapes(given: dict[str, RoleWeight], taken: dict[str, RoleWeight]) 
 
 def other_settings(source: ModelConfig, target: ModelConfig) -> list[str]:
     """Differences beside weights that change the function of kept weights: a line each."""
-    settings = [(f"model.{key}", getattr(source, key), getattr(target, key)) for key in _OTHERS]
+    settings = [(_KEYS.get(key, f"model.{key}"), getattr(source, key), getattr(target, key)) for key in _OTHERS]
     for name in sorted({*source.layers} & {*target.layers}):
         there, here = (model.layer_options(model.layers.index(name)).model_dump() for model in (source, target))
         settings += [(f"model.mixer_options.{name}.{key}", there[key], here[key]) for key in here]

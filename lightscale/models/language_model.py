@@ -162,7 +162,7 @@ class Embedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.group: dist.ProcessGroup = groups.tp
-        self.multiplier = model.embedding_multiplier
+        self.multiplier = model.input_multiplier
         self.parts = _added(self, parts, config, model, groups, stage=0)
         # None: images have no ids.
         self.word_embeddings: Any = None
@@ -247,8 +247,7 @@ class LanguageModel(LanguageModule):
         self.adapted: list[Any] = []
         """Linear layers with adapters (``low_rank.py``)."""
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        has_ids = model.head is None and model.diffusion is None
-        self.share_embeddings_and_output_weights = model.tie_word_embeddings and has_ids
+        self.share_embeddings_and_output_weights = model.ties_weights
         self.model_type = ModelType.encoder_or_decoder
         self.exchange, self.attention = mesh.exchange, mesh.attention
         # Stages are counted as they follow in the model: virtual stages go round the pipeline ranks.

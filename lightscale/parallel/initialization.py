@@ -7,7 +7,7 @@ its shard. The same (seed, model) gives the same weights on any number of proces
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +100,13 @@ def shard(whole: Tensor, parameter: nn.Parameter, rank: int, size: int) -> Tenso
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, *, seed: int, tensor_rank: int, tensor_size: int) -> None:
-    """Fill every parameter of ``model`` from ``seed`` and its global name."""
+def draw_weights(
+    model: nn.Module, *, seed: int, tensor_rank: int, tensor_size: int, factors: Mapping[str, float] | None = None
+) -> None:
+    """Fill every parameter of ``model`` from ``seed`` and its global name.
+
+    ``factors``: of what is drawn, by global name; of other parameters 1.
+    """
     for name, parameter in named_parameters(model):
         shape = list(parameter.shape)
         if tensor_size > 1 and getattr(parameter, "tensor_model_parallel", False):
@@ -118,4 +123,6 @@ def draw_weights(model: nn.Module, *, seed: int, tensor_rank: int, tensor_size: 
         # Padding is not drawn: how much there is of it depends on the layout.
         rows = unpadded_rows(parameter)
         draw(whole if rows is None else whole[:rows], generator)
+        if (factor := (factors or {}).get(name, 1.0)) != 1:
+            whole.mul_(factor)
         parameter.copy_(shard(whole, parameter, tensor_rank, tensor_size))

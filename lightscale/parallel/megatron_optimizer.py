@@ -30,12 +30,15 @@ from lightscale.parallel.megatron import (
 )
 from lightscale.parallel.model_shards import owned_boxes
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
-from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, average_state
+from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, StepScale, average_state
 
 # Of Megatron's distributed optimizer, which takes no other: what an elementwise optimizer replaces before it has state.
 _PLACEHOLDER = {"optimizer": "adam"}
 # The key of Megatron's groups with the name of ours.
 GROUP = "lightscale_group"
+# And with the factors of its steps.
+SCALE = "lightscale_scale"
+_ONE = StepScale()
 
 
 def _decays_no_weight(parameter: nn.Parameter) -> bool:
@@ -44,6 +47,15 @@ def _decays_no_weight(parameter: nn.Parameter) -> bool:
 
 def _key_of(group: str, group_of: Mapping[int, str]) -> ParamKey:
     return ParamKey(predicate=ParamPredicate(name=f"group {group}", fn=lambda one: group_of.get(id(one)) == group))
+
+
+def _label(scale: StepScale) -> str:
+    """Megatron sorts groups by what differs in them, which a data class cannot be."""
+    return f"lr {scale.lr!r} eps {scale.eps!r}"
+
+
+def _scale_key(label: str, label_of: Mapping[int, str]) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(name=label, fn=lambda one: label_of.get(id(one)) == label))
 
 
 class ElementwiseSteps:
@@ -56,6 +68,7 @@ class ElementwiseSteps:
 
     def __init__(self, spec: ElementwiseSpec, param_groups: list[dict[str, Any]], names: Mapping[Tensor, str]) -> None:
         self.spec, self.param_groups = spec, param_groups
+        self.scales = {_label(scale): scale for scale in spec.scales.values()}
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.directions: dict[Tensor, Tensor] = {}
         """(n,) of the parts whose next step is known already; the step takes them out."""
@@ -72,7 +85,7 @@ class ElementwiseSteps:
     def step(self) -> None:
         """One step of every part that has a gradient."""
         for group in self.param_groups:
-            spec = self.spec.of_group(group.get(GROUP))
+            spec = self.spec.of_group(group.get(GROUP)).scaled(self.scales.get(group.get(SCALE), _ONE))
             group["step"] += 1
             for weights in group["params"]:
                 if weights.grad is not None:
@@ -128,6 +141,10 @@ class MegatronOptimizer(Optimizer):
             if not getattr(parameter, "keeps_its_values", False)
             for group in spec.groups_of(name)
         }
+        self._scales = {_label(scale): scale for scale in spec.scales.values() if scale != _ONE}
+        labels = {
+            id(parameter): _label(spec.scales[name]) for parameter, name in self._names.items() if name in spec.scales
+        }
         self._device = next(models[0].parameters()).device
         self._modules = [model.module for model in models]
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
@@ -145,6 +162,7 @@ class MegatronOptimizer(Optimizer):
             config_overrides={
                 ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0},
                 **{_key_of(name, self._group_of): {GROUP: name} for name in spec.groups},
+                **{_scale_key(label, labels): {SCALE: label} for label in self._scales},
             },
             use_gloo_process_groups=on_gpu,
         )
@@ -167,6 +185,7 @@ class MegatronOptimizer(Optimizer):
             own = spec.groups.get(group.get(GROUP))
             if own is not None and own.betas is not None:
                 group["betas"] = tuple(own.betas)
+            group["eps"] *= self._scales.get(group.get(SCALE), _ONE).eps
         if on_gpu:
             self.fuse()
         for part in self.megatron.chained_optimizers:
@@ -246,6 +265,10 @@ class MegatronOptimizer(Optimizer):
             group["weight_decay"] = self.spec.weight_decay * group["wd_mult"]
             if own is not None and own.weight_decay is not None:
                 group["weight_decay"] = own.weight_decay
+            scale = self._scales.get(group.get(SCALE), _ONE)
+            group["lr"] *= scale.lr
+            if self.spec.is_decoupled:
+                group["weight_decay"] /= scale.lr
         # As Megatron's clipping, bit by bit, which without apex makes two launches for each tensor.
         for limit, norm, gradients in zip(self._limits.values(), self._norms, self._clipped_together(), strict=True):
             share = limit / (norm + 1e-6)

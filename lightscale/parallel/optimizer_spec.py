@@ -44,6 +44,16 @@ class HeadRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepScale:
+    """Factors of the constants of a parameter's steps; µP has some for each (``models/mup.py``)."""
+
+    lr: float = 1.0
+    """Of the learning rate. Of decoupled weight decay the inverse, so that a weight decays as fast as without it."""
+    eps: float = 1.0
+    """Of the constant beside the root of the second moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ABC):
     """Constants of an optimizer. The learning rate is an argument of every step.
 
@@ -55,6 +65,8 @@ class OptimizerSpec(ABC):
     grad_clip: float = 1.0
     """Largest global norm of the gradients; 0: no clipping."""
 
+    scales: Mapping[str, StepScale] = field(default_factory=dict)
+    """By global name of a parameter; others have 1."""
     groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
     """By name; parameters of none have the constants above."""
     ema: Mapping[str, float] = field(default_factory=dict)
@@ -65,6 +77,8 @@ class OptimizerSpec(ABC):
     clipped_rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)
     """By global name of a parameter, what is scaled of it behind a step."""
 
+    is_decoupled: ClassVar[bool] = True
+    """Whether weight decay is apart from the gradient."""
     options: ClassVar[type[OptimizerConfig]]
     """The type of section [optimizer] with this optimizer's name."""
     state: ClassVar[tuple[str, ...]]
@@ -101,6 +115,12 @@ class OptimizerSpec(ABC):
         if group.betas is not None:
             own["betas"] = tuple(group.betas)
         return replace(self, **own)
+
+    def scaled(self, scale: StepScale) -> Self:
+        """The constants of parameters with this scale; the learning rate is an argument of the step."""
+        own = getattr(self, "eps", None)
+        # Dataclasses of optimizers from outside the package may have no eps.
+        return self if own is None or scale.eps == 1 else replace(self, eps=own * scale.eps)
 
     def step_state_of(self, parameter: str) -> tuple[str, ...]:
         """Those names of ``state`` that the parameter with this global name has."""
@@ -245,7 +265,7 @@ class MatrixSpec(ElementwiseSpec):
         """(rows, columns), in any number format -> the same shape; by methods of tensors alone."""
 
     @abstractmethod
-    def matrix_scale(self, rows: int, columns: int) -> float:
+    def matrix_scale(self, rows: float, columns: float) -> float:
         """Factor of a direction of this shape, applied in fp32."""
 
     @abstractmethod

@@ -1,14 +1,15 @@
 """From a configuration to a model on a mesh, for training and for everything that reads checkpoints."""
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
-from torch import nn
 
 from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
 from lightscale.models.language_model import LanguageModel, language_model_chunks, transformer_config
 from lightscale.models.low_rank import add_adapters
+from lightscale.models.mup import mup_scales
 from lightscale.parallel.engine import Engine, Objective, Teaching
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
@@ -98,6 +99,7 @@ def _hold_others(chunks: Iterable[LanguageModel], layers: Collection[int]) -> No
                 parameter.no_weight_decay = parameter.keeps_its_values = True
 
 
-def _draw(chunks: Iterable[nn.Module], seed: int, mesh: Mesh) -> None:
+def _draw(chunks: Iterable[Any], seed: int, mesh: Mesh) -> None:
     for chunk in chunks:
-        draw_weights(chunk, seed=seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor)
+        factors = {name: scale.std for name, scale in mup_scales(chunk.model).items()}
+        draw_weights(chunk, seed=seed, tensor_rank=mesh.groups.tp.rank(), tensor_size=mesh.tensor, factors=factors)

@@ -85,8 +85,7 @@ def recorded_checkpoints(events: Iterable[Record], lines: Iterable[Record]) -> d
 
 def _has_own_embedding_std(model: ModelConfig) -> bool:
     """Whether an output layer that is a copy of the embedding could be drawn otherwise than it."""
-    is_tied = model.tie_word_embeddings and model.head is None
-    return is_tied and model.embedding_std not in (None, model.init_std)
+    return model.ties_weights and model.embedding_std not in (None, model.init_std)
 
 
 class Stateful(Protocol):

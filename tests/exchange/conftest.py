@@ -47,6 +47,7 @@ attention_sinks = true
 attention_bias = "qkv"
 rope_scaling = { rope_type = "yarn", factor = 4.0, original_max_position_embeddings = 64 }""",
     "decay": """mixer = ["decay-attention", "tnl"]
+mup = { base_hidden_size = 32 }
 [model.mixer_options.decay-attention]
 decay = "softplus"
 input_gate = true

@@ -100,6 +100,8 @@ _OF_MODEL = frozenset(
         *("mixer", "num_layers", "hidden_size", "num_heads", "intermediate_size", "vocab_size", "tie_word_embeddings"),
         *("head", "tpe", "glu_activation", "norm", "final_norm", "norm_eps", "mixer_options"),
         *("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap"),
+        # Of initial weights and steps; what it changes in the forward pass is part of the embedding's multiplier.
+        "mup",
     }
 )
 """What of a model's configuration is read here."""
@@ -174,7 +176,7 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         norm=model.norm,
         norm_placement=model.norm_placement,
         zero_centered_norm=model.zero_centered_norm,
-        embedding_multiplier=model.embedding_multiplier,
+        embedding_multiplier=model.input_multiplier,
         final_logit_cap=model.final_logit_cap,
         rms_norm_eps=model.norm_eps,
         attention=attentions.get("llama", Attention()),

@@ -52,7 +52,6 @@ class AdamW(MegatronSpec):
     state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     step_counter: ClassVar[str] = "adam_steps"
     state_description: ClassVar[str] = "Adam's two moments"
-    is_decoupled: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config: _Moments, total_steps: int) -> OptimizerSpec:

@@ -110,7 +110,7 @@ class Muon(MatrixSpec):
             x = x.addmm(a.addmm(a, a, beta=_B, alpha=_C), x, beta=_A)
         return x.mT if rows > columns else x
 
-    def matrix_scale(self, rows: int, columns: int) -> float:
+    def matrix_scale(self, rows: float, columns: float) -> float:
         """See ``MatrixSpec``."""
         return _ADAMW_RMS * math.sqrt(max(rows, columns))
 

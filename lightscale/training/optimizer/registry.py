@@ -7,10 +7,12 @@ from fnmatch import fnmatchcase
 from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
+from lightscale.models.accounting import parameter_shapes
 from lightscale.models.adapters import trained_shapes
 from lightscale.models.attention_heads import clipped_rows
 from lightscale.models.matrices import matrices
-from lightscale.parallel.optimizer_spec import MatrixSpec, OptimizerSpec, RowRanges
+from lightscale.models.mup import mup_scales
+from lightscale.parallel.optimizer_spec import MatrixSpec, OptimizerSpec, RowRanges, StepScale
 
 
 def optimizer_spec(config: RunConfig) -> OptimizerSpec:
@@ -25,6 +27,7 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     if isinstance(spec, MatrixSpec):
         found = matrices(config.model) if config.adapters is None else _adapter_matrices(config)
         spec = replace(spec, matrices=_stepped_whole(spec, found))
+    spec = replace(spec, scales=_scales(config, spec))
     if section.qk_clip is not None:
         if config.adapters is not None:
             raise UserError(
@@ -41,6 +44,20 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
         spec = replace(spec, groups=section.groups)
         _check_groups(spec, list(trained_shapes(config)))
     return spec
+
+
+def _scales(config: RunConfig, spec: OptimizerSpec) -> dict[str, StepScale]:
+    """Those of µP; none of weights beside frozen ones, whose ranks do not grow with the width."""
+    if config.adapters is not None:
+        return {}
+    found, shapes = {}, parameter_shapes(config.model)
+    for name, scale in mup_scales(config.model).items():
+        lr = scale.lr
+        if isinstance(spec, MatrixSpec) and (parts := spec.matrix_shapes(name, shapes[name][-1])):
+            # All matrices of a parameter grow alike: heads are as wide at all widths.
+            lr = scale.matrix_lr(*parts[0], spec.matrix_scale)
+        found[name] = StepScale(lr=lr, eps=scale.eps)
+    return found
 
 
 def _adapter_matrices(config: RunConfig) -> dict[str, tuple[RowRanges, ...]]:

@@ -1,0 +1,1 @@
+"""The coordinate check: sizes of activations over widths."""

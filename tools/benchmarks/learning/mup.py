@@ -1,0 +1,214 @@
+"""The best learning rate of models of three widths, with µP and without it.
+
+Every run trains on fresh tokens of one drawn source and is measured on others; rates are a factor apart. The best rate
+of a width is the lowest point of a parabola in log rate through the losses around the least one. At the least width,
+both parametrisations are one model.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.turns import BenchmarkReport, positive
+from lightscale.config.schedules.registry import learning_rate
+from lightscale.config.schema import RunConfig
+from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.training.build import build_engine
+
+STANDARD, MUP = "standard", "mup"
+HEAD_DIM, LAYERS, NUM_IDS, TOKENS, ROWS = 16, 2, 64, 64, 8
+CONTEXTS = 509
+"""Pairs of tokens that the source tells apart; a prime, so that the tokens before spread over them."""
+FOLLOWED = 0.8
+"""Share of tokens that follow from the two before."""
+NEAR = 2
+"""Points on either side of the least loss that the parabola goes through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A drawn language: a token follows from the two before, or is any."""
+
+    following: Tensor
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Source":
+        """One of this seed."""
+        generator = torch.Generator().manual_seed(seed)
+        return cls(following=torch.randint(0, NUM_IDS, (CONTEXTS,), generator=generator))
+
+    def batch(self, rows: int, seed: int) -> Any:
+        """A micro-batch of ``rows`` texts."""
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.randint(0, NUM_IDS, (rows, TOKENS + 1), generator=generator)
+        follows = torch.rand(rows, TOKENS + 1, generator=generator) < FOLLOWED
+        for place in range(2, TOKENS + 1):
+            pair = (text[:, place - 2] * NUM_IDS + text[:, place - 1]) % CONTEXTS
+            text[:, place] = torch.where(follows[:, place], self.following[pair], text[:, place])
+        return SimpleNamespace(
+            tokens=text[:, :-1],
+            labels=text[:, 1:],
+            loss_mask=torch.ones(rows, TOKENS),
+            positions=torch.arange(TOKENS).repeat(rows, 1),
+            document_starts=None,
+            lengths=None,
+            soft_labels=None,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Mixer, widths, rates and steps."""
+    add = parser.add_argument
+    add("--mixer", default="tnl", help="default tnl")
+    add("--widths", type=positive, nargs="+", default=[32, 64, 128], help="the first one is µP's base")
+    add("--rates", type=float, nargs="+", default=[2.0**power for power in range(-10, -2)], help="learning rates")
+    add("--steps", type=positive, default=150, help="default 150")
+
+
+def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """The report so far after every width."""
+    settings = {name: getattr(args, name) for name in ("mixer", "widths", "rates", "steps", "repeats")}
+    lines: list[dict[str, Any]] = []
+    with start_mesh(device="cpu") as mesh:
+        for width in args.widths:
+            for kind in (STANDARD, MUP):
+                if width == args.widths[0] and kind == MUP:
+                    lines += [line | {"kind": MUP} for line in lines]
+                    continue
+                lines += losses(args, width, kind, mesh)
+            figures = {"lines": lines.copy(), "best": best(lines), "spread": spread(lines)}
+            yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
+
+
+def losses(args: argparse.Namespace, width: int, kind: str, mesh: Mesh) -> list[dict[str, Any]]:
+    """A line for each rate and seed."""
+    found = []
+    for seed in range(args.repeats):
+        for rate in args.rates:
+            loss = trained(config_of(args, width, kind, rate, seed), mesh)
+            print(f"{kind} {width} {rate:.2e} seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
+            found.append({"kind": kind, "width": width, "rate": rate, "seed": seed, "loss": loss})
+    return found
+
+
+def config_of(args: argparse.Namespace, width: int, kind: str, rate: float, seed: int) -> RunConfig:
+    """The run of one width and rate."""
+    model = {
+        "mixer": args.mixer,
+        "num_layers": LAYERS,
+        "hidden_size": width,
+        "num_heads": width // HEAD_DIM,
+        "intermediate_size": 2 * width,
+        "vocab_size": NUM_IDS,
+        # That of a matrix of the base width that keeps sizes.
+        "init_std": 1 / math.sqrt(args.widths[0]),
+        "mup": {"base_hidden_size": args.widths[0]} if kind == MUP else None,
+    }
+    return RunConfig.model_validate(
+        {
+            "model": model,
+            "data": {"store": "drawn", "sequence_length": TOKENS},
+            "optimizer": {"lr": rate, "schedule": "linear", "warmup_steps": args.steps // 10, "min_lr_ratio": 0.0},
+            "train": {"steps": args.steps, "global_batch_size": ROWS, "micro_batch_size": ROWS, "seed": seed},
+        }
+    )
+
+
+def trained(config: RunConfig, mesh: Mesh) -> float:
+    """Loss on other tokens after the run, nats per token."""
+    source, seed = Source.drawn(0), config.train.seed
+    engine = build_engine(config, mesh, vocab_size=NUM_IDS, trainable=True)
+    for step in range(1, config.total_steps + 1):
+        engine.forward_backward([source.batch(ROWS, 1_000_000 * (seed + 1) + step)])
+        engine.step(learning_rate(config.optimizer, step, config.total_steps))
+    loss = engine.forward_only([source.batch(8 * ROWS, 0)]).mean
+    return loss if math.isfinite(loss) else math.inf
+
+
+def best(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each kind and width the best rate, over the mean of the seeds, and those of each seed."""
+    found = []
+    for kind, width in dict.fromkeys((line["kind"], line["width"]) for line in lines):
+        own = [line for line in lines if (line["kind"], line["width"]) == (kind, width)]
+        seeds = sorted({line["seed"] for line in own})
+        rates = sorted({line["rate"] for line in own})
+        table = np.array([[of(own, rate, seed) for rate in rates] for seed in seeds])
+        rate, loss = lowest(rates, table.mean(axis=0))
+        of_seeds = [lowest(rates, row)[0] for row in table]
+        found.append({"kind": kind, "width": width, "rate": rate, "loss": loss, "of_seeds": of_seeds})
+    return found
+
+
+def of(lines: Sequence[dict[str, Any]], rate: float, seed: int) -> float:
+    """The loss of one run."""
+    (found,) = (line["loss"] for line in lines if (line["rate"], line["seed"]) == (rate, seed))
+    return float(found)
+
+
+def lowest(rates: Sequence[float], losses: np.ndarray) -> tuple[float, float]:
+    """Rate and loss at the lowest point of the parabola around the least loss; at an end of the rates that one."""
+    least = int(losses.argmin())
+    near = slice(max(0, least - NEAR), least + NEAR + 1)
+    logs, values = np.log(rates)[near], losses[near]
+    finite = np.isfinite(values)
+    if least in (0, len(rates) - 1) or finite.sum() < 3:
+        return float(rates[least]), float(losses[least])
+    centre = math.log(rates[least])
+    curve, slope, level = np.polyfit(logs[finite] - centre, values[finite], 2)
+    place = float(np.clip(-slope / (2 * curve), -math.log(2), math.log(2))) if curve > 0 else 0.0
+    return math.exp(centre + place), float(level + slope * place + curve * place**2)
+
+
+def spread(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Largest over least best rate of all widths, by kind."""
+    found: dict[str, list[float]] = {}
+    for line in best(lines):
+        found.setdefault(line["kind"], []).append(line["rate"])
+    return {kind: max(rates) / min(rates) for kind, rates in found.items()}
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """Best rates."""
+    shown = Table("parametrisation", "width", "best rate", "of seeds", "loss")
+    for line in figures["best"]:
+        seeds = ", ".join(f"{rate:.2e}" for rate in line["of_seeds"])
+        shown.add_row(line["kind"], str(line["width"]), f"{line['rate']:.2e}", seeds, f"{line['loss']:.4f}")
+    shown.caption = ", ".join(f"{kind}: best rates within {ratio:.2f}" for kind, ratio in figures["spread"].items())
+    return shown
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Loss over rate of each width, one panel a parametrisation."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+
+    found = figures["figures"]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2, sharey=True), (STANDARD, MUP), strict=True):
+        widths = sorted({line["width"] for line in found["lines"]})
+        for number, width in enumerate(widths):
+            own = [line for line in found["lines"] if (line["kind"], line["width"]) == (kind, width)]
+            if not own:
+                continue
+            rates = sorted({line["rate"] for line in own})
+            seeds = sorted({line["seed"] for line in own})
+            mean = [sum(of(own, rate, seed) for seed in seeds) / len(seeds) for rate in rates]
+            axes.plot(rates, mean, marker="o", ms=3, color=f"C{number}", label=f"width {width}")
+            (mark,) = (one for one in found["best"] if (one["kind"], one["width"]) == (kind, width))
+            axes.plot(mark["rate"], mark["loss"], "*", ms=12, color=f"C{number}")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("learning rate")
+        axes.set_title(f"{kind}: best rates within {found['spread'][kind]:.2f}", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.axes[0].set_ylabel("loss, nats per token")
+    figure.savefig(path, dpi=130)
