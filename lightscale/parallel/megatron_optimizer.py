@@ -141,7 +141,7 @@ class MegatronOptimizer(Optimizer):
             if not getattr(parameter, "keeps_its_values", False)
             for group in spec.groups_of(name)
         }
-        self._scales = {_label(scale): scale for scale in spec.scales.values() if scale != _ONE}
+        self._step_scales = {_label(scale): scale for scale in spec.scales.values() if scale != _ONE}
         labels = {
             id(parameter): _label(spec.scales[name]) for parameter, name in self._names.items() if name in spec.scales
         }
@@ -162,7 +162,7 @@ class MegatronOptimizer(Optimizer):
             config_overrides={
                 ParamKey(predicate=ParamPredicate(name="no_weight_decay", fn=_decays_no_weight)): {"wd_mult": 0.0},
                 **{_key_of(name, self._group_of): {GROUP: name} for name in spec.groups},
-                **{_scale_key(label, labels): {SCALE: label} for label in self._scales},
+                **{_scale_key(label, labels): {SCALE: label} for label in self._step_scales},
             },
             use_gloo_process_groups=on_gpu,
         )
@@ -185,7 +185,7 @@ class MegatronOptimizer(Optimizer):
             own = spec.groups.get(group.get(GROUP))
             if own is not None and own.betas is not None:
                 group["betas"] = tuple(own.betas)
-            group["eps"] *= self._scales.get(group.get(SCALE), _ONE).eps
+            group["eps"] *= self._step_scales.get(group.get(SCALE), _ONE).eps
         if on_gpu:
             self.fuse()
         for part in self.megatron.chained_optimizers:
@@ -265,7 +265,7 @@ class MegatronOptimizer(Optimizer):
             group["weight_decay"] = self.spec.weight_decay * group["wd_mult"]
             if own is not None and own.weight_decay is not None:
                 group["weight_decay"] = own.weight_decay
-            scale = self._scales.get(group.get(SCALE), _ONE)
+            scale = self._step_scales.get(group.get(SCALE), _ONE)
             group["lr"] *= scale.lr
             if self.spec.is_decoupled:
                 group["weight_decay"] /= scale.lr
