@@ -43,7 +43,8 @@ def test_help_lists_every_command_and_imports_none(tmp_path: Path) -> None:
     assert result.stdout.rstrip().endswith("[]")
     for name, command in COMMANDS.items():
         assert f"\n    {name}" in result.stdout
-        assert command.help in result.stdout
+        # On narrow terminals it goes on in a line of its own.
+        assert command.help in " ".join(result.stdout.split())
 
 
 def test_configuration_does_not_import_torch(tmp_path: Path) -> None:
