@@ -320,15 +320,17 @@ class Door(_Relay):
 
 def is_own(peer_port: int, port: int) -> bool:
     """Whether the connection from ``peer_port`` to ``port`` of the loopback is this user's, as the kernel says."""
-    loopback = bytes(reversed(socket.inet_aton(LOOPBACK))).hex().upper()
-    ends = f"{loopback}:{peer_port:04X}", f"{loopback}:{port:04X}"
-    try:
-        lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
-    except OSError:
-        # Without it nobody can tell, as on other systems than Linux.
+    address = bytes(reversed(socket.inet_aton(LOOPBACK))).hex().upper()
+    # torch's client has a socket of IPv6, with the address in its last part.
+    hosts = address, f"0000000000000000FFFF0000{address}"
+    ends = {(f"{host}:{peer_port:04X}", f"{host}:{port:04X}") for host in hosts}
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    # Without them nobody can tell, as on other systems than Linux.
+    if not tables[0].exists():
         return True
-    for line in lines:
-        words = line.split()
-        if (words[1], words[2]) == ends:
-            return int(words[7]) == os.getuid()
+    for table in tables:
+        lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
+        for words in map(str.split, lines[1:]):
+            if (words[1], words[2]) in ends:
+                return int(words[7]) == os.getuid()
     return False

@@ -255,3 +255,7 @@ def test_whose_connection_it_is() -> None:
         with socket.create_connection((LOOPBACK, port)) as connection:
             assert is_own(connection.getsockname()[1], port)
             assert not is_own(port, connection.getsockname()[1] ^ 1)
+        # As torch's client does.
+        with socket.socket(socket.AF_INET6) as connection:
+            connection.connect((f"::ffff:{LOOPBACK}", port))
+            assert is_own(connection.getsockname()[1], port)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from lightscale.launch.chaos.faults.damaged_checkpoint import checkpoint_directories
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
 from lightscale.launch.chaos.harness.training import own_environment
-from lightscale.launch.chaos.harness.trial import Bound, Runner
+from lightscale.launch.chaos.harness.trial import POLL_S, Bound, Runner
 
 # Of a command on a loaded machine.
 _LATEST_S = 8.0
@@ -26,7 +26,9 @@ def _export(run: Runner, out: Path) -> list[str]:
 
 
 def _evaluate(run: Runner, out: Path) -> list[str]:
-    return ["evaluate", str(run.training.run.path), "--tasks", "perplexity", "--processes", "1", "--again"]
+    task = out.with_name("perplexity.toml")
+    task.write_text(f'kind = "perplexity"\npaths = ["{_text(out)}"]\n', encoding="utf-8")
+    return ["evaluate", str(run.training.run.path), "--tasks", str(task), "--processes", "1", "--again"]
 
 
 def _prune(run: Runner, out: Path) -> list[str]:
@@ -41,18 +43,31 @@ def _anneal(run: Runner, out: Path) -> list[str]:
 def _add(run: Runner, out: Path) -> list[str]:
     store = run.subject.config.data.store
     assert store is not None, "the campaign tries this on one store"
+    return ["data", "add", str(store), str(_text(out)), "--out", str(out)]
+
+
+def _text(out: Path) -> Path:
     text = out.with_name("more.txt")
     text.write_text("A document that the store does not have.\n" * 50, encoding="utf-8")
-    return ["data", "add", str(store), str(text), "--out", str(out)]
+    return text
 
 
-# By name: the arguments of a command, whose results are in the folder `out` if they are a folder.
-COMMANDS: dict[str, Callable[[Runner, Path], list[str]]] = {
-    "export": _export,
-    "evaluate": _evaluate,
-    "checkpoint prune": _prune,
-    "train --anneal": _anneal,
-    "data add": _add,
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command and when it can be given."""
+
+    words: Callable[[Runner, Path], list[str]]
+    """Its arguments; what it makes is the folder, if it makes one."""
+    needs_the_run: bool = False
+    """Whether it is refused while the run trains."""
+
+
+COMMANDS = {
+    "export": Command(words=_export),
+    "evaluate": Command(words=_evaluate),
+    "checkpoint prune": Command(words=_prune, needs_the_run=True),
+    "train --anneal": Command(words=_anneal),
+    "data add": Command(words=_add),
 }
 
 
@@ -72,23 +87,25 @@ class KilledCommand:
 
     def inject(self, run: Runner) -> None:
         """Start it beside the training, kill it, and give it again."""
-        checkpoints = run.training.run.checkpoints
+        chosen, checkpoints = COMMANDS[self.name], run.training.run.checkpoints
         run.wait(lambda: bool(checkpoint_directories(checkpoints)))
+        if chosen.needs_the_run:
+            run.bring_down(lambda: len(checkpoint_directories(checkpoints)) > 1)
+            run.mend_for_start()
         folder = (run.training.faults_folder / "command").absolute()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "lightscale", *COMMANDS[self.name](run, folder / "out")]
+        command = [sys.executable, "-m", "lightscale", *chosen.words(run, folder / "out")]
         log = folder / "log"
         first = _start(command, log)
         try:
-            run.pause(self.delay_s)
+            self._wait(run, first, self.delay_s, chosen)
         finally:
             _kill(first)
         # The second time training may have ended, or saved: it is no other question to the command.
         second = _start(command, log)
-        deadline = time.monotonic() + run.patience_s
         try:
-            run.wait(lambda: second.poll() is not None or time.monotonic() > deadline)
+            self._wait(run, second, run.patience_s, chosen)
         finally:
             _kill(second)
         missed = None
@@ -97,6 +114,14 @@ class KilledCommand:
             missed = f"given again it ended with {second.returncode}: {tail}"
         run.happened(self, lambda since: missed)
         run.wait_for_steps(1)
+
+    def _wait(self, run: Runner, process: subprocess.Popen[bytes], seconds: float, chosen: Command) -> None:
+        """Until it ends, at most so long."""
+        deadline = time.monotonic() + seconds
+        if not chosen.needs_the_run:
+            run.wait(lambda: process.poll() is not None or time.monotonic() > deadline)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
