@@ -227,7 +227,7 @@ def test_a_door_waits_for_its_gate(echo: Echo) -> None:
 
 
 CLIENT = """
-import os, socket, sys
+import encodings.idna, os, socket, sys
 os.setuid(int(sys.argv[2]))
 with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=60) as connection:
     try:
