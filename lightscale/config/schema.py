@@ -413,7 +413,8 @@ class GuardConfig(Section):
     max_rollbacks: CountOrZero = 3
     """Most rollbacks of a run; at the next one it stops and needs attention."""
     compare_replicas_every: StepsOrZero = 0
-    """Steps between comparisons of replicated weights, to detect silent corruption; 0: never."""
+    """Steps between comparisons of replicated weights, and of moments with those of the step before, to detect silent
+    corruption; 0: never."""
 
 
 class EvaluationConfig(Section):

@@ -22,8 +22,9 @@ from lightscale.launch.launcher.rendezvous import (
     in_use,
     unknown_address,
 )
-from lightscale.parallel.rendezvous.rank_store import join_store, serve_store, serves_store
-from lightscale.parallel.rendezvous.sockets import LOOPBACK
+from lightscale.parallel.rendezvous.gate import NoGate, WrongKey, pass_gate
+from lightscale.parallel.rendezvous.rank_store import gate_secret, join_store, serve_store, serves_store
+from lightscale.parallel.rendezvous.sockets import KEY_VARIABLE, LOOPBACK
 
 # Of one attempt to connect, and of the answer.
 _ATTEMPT_S, _ANSWER_S = 1.0, 5.0
@@ -47,13 +48,18 @@ class MeetingPlace:
         self._environment, self.deadline, self.is_one_host = environment, deadline, environment.is_one_host
         self._host, self._port = environment.address, environment.master_port
         self.place = f"{self._host}:{self._port}"
+        self._secret = gate_secret(os.environ, on_one_host=self.is_one_host)
 
     def open(self) -> dist.Store:
         """Open the store, served by rank 0 or by torchrun's agent. Raises CannotStart."""
         serves = serves_store(os.environ, self._environment.rank)
         store = self._serve() if serves else None
         self._await_server(serves)
-        return store or join_store(self._host, self._port, timeout=self._timeout)
+        try:
+            return store or join_store(self._host, self._port, secret=self._secret, timeout=self._timeout)
+        except OSError as error:
+            # It has just answered: rank 0 has ended since.
+            raise CannotStart(self._unreachable(serves, error)) from None
 
     @property
     def _timeout(self) -> timedelta:
@@ -64,7 +70,7 @@ class MeetingPlace:
         last = min(self.deadline, time.monotonic() + RELEASE_S)
         while True:
             with contextlib.suppress(OSError):
-                return serve_store(self._port, on_one_host=self.is_one_host, timeout=self._timeout)
+                return serve_store(self._port, secret=self._secret, timeout=self._timeout)
             try:
                 self._ask(LOOPBACK)
                 # It will say so.
@@ -94,6 +100,8 @@ class MeetingPlace:
                 "end it if it is a hanging rank, set another MASTER_PORT (--master-port), or set MASTER_ADDR "
                 "(--master-addr) to rank 0's host"
             )
+        elif isinstance(error, WrongKey):
+            why = f"set the same {KEY_VARIABLE} on all hosts, or another MASTER_PORT (--master-port)"
         elif serves:
             why = foreign_address()
         else:
@@ -108,7 +116,7 @@ class MeetingPlace:
     def _ask(self, host: str) -> None:
         """Return if a store answers there. Raises OSError, which may pass, or _Stranger."""
         number = secrets.token_bytes(4)
-        with socket.create_connection((host, self._port), timeout=_ATTEMPT_S) as connection:
+        with self._connect(host) as connection:
             connection.settimeout(max(_ATTEMPT_S, min(_ANSWER_S, self._left_s())))
             answer = b""
             try:
@@ -124,6 +132,19 @@ class MeetingPlace:
                 raise _Silent("the program there closes connections") from None
         if answer != number:
             raise _Stranger("the program there is no torch store")
+
+    def _connect(self, host: str) -> socket.socket:
+        """Connect to the store, through its gate where there is one."""
+        if self._secret is None:
+            return socket.create_connection((host, self._port), timeout=_ATTEMPT_S)
+        try:
+            return pass_gate(host, self._port, self._secret, max(_ATTEMPT_S, min(_ANSWER_S, self._left_s())))
+        except NoGate as error:
+            raise _Stranger(str(error)) from None
+        except TimeoutError:
+            raise _Silent("the program there does not answer") from None
+        except ConnectionResetError:
+            raise _Silent("the program there closes connections") from None
 
     def _left_s(self) -> float:
         return self.deadline - time.monotonic()

@@ -510,6 +510,15 @@ class Engine:
         # Data and sequence ranks all hold the weights whole: the first of them writes.
         return list(weight_shards(self.chunks, copies=False)) if self.mesh.groups.dp_cp.rank() == 0 else []
 
+    def owned_state(self) -> Iterator[Tensor]:
+        """The fp32 weights and the optimizer's state of which this rank takes the steps, flat; no copies."""
+        if self.optimizer is not None:
+            for parameter in [one for chunk in self.chunks for one in chunk.parameters()]:
+                owned = self.optimizer.owned(parameter)
+                if owned is not None:
+                    yield owned.weights
+                    yield from owned.state.values()
+
     def gather_weights(self) -> None:
         """Make the weights those of the last step now, where they would be gathered in the next forward pass."""
         for model in self.models:

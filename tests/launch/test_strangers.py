@@ -1,4 +1,7 @@
-"""Programs that reach the address of a rendezvous without its key: they change nothing, and nothing waits for them."""
+"""Programs that reach the address of a rendezvous without its key: they change nothing, and nothing waits for them.
+
+The gate alone, with a stand-in for torch's store, is tested in tests/parallel/rendezvous.
+"""
 
 import contextlib
 import json
@@ -16,11 +19,13 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from lightscale.errors import UserError
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.agents import BACKEND, AgentRendezvous
+from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.launch.meeting import agree
 from lightscale.launch.rank_facts import RankFacts
 from lightscale.launch.slurm.allocation import step_environment
-from lightscale.parallel.rendezvous.rank_store import join_store, private
-from lightscale.parallel.rendezvous.sockets import KEY_VARIABLE, listen
+from lightscale.parallel.rendezvous.gate import WrongKey, await_gate
+from lightscale.parallel.rendezvous.rank_store import gate_secret, join_store, private
+from lightscale.parallel.rendezvous.sockets import GATED_VARIABLE, KEY_VARIABLE, listen
 
 TIMEOUT_S = 120.0
 KEY = "the key of the run"
@@ -55,8 +60,9 @@ def rank(number: int, port: int, timeout_s: float = TIMEOUT_S) -> dist.Store:
     return agree(environment, facts, timeout_s)
 
 
-def forge(server: dist.Store, key: str) -> None:
+def forge(port: int, key: str) -> None:
     """Give a verdict of its own to all who have that key, as the first who arrives would."""
+    server = join_store("127.0.0.1", port, secret=key, timeout=timedelta(seconds=1 if key != KEY else TIMEOUT_S))
     store = private(server, {KEY_VARIABLE: key}, "meeting")
     store.add("arrived", 1)
     store.set("facts-1", "no facts")
@@ -95,9 +101,13 @@ def strangers(port: int) -> Iterator[Callable[[], int]]:
 def test_ranks_meet_among_strangers(port: int) -> None:
     with ThreadPoolExecutor(2) as threads, strangers(port) as count:
         first = threads.submit(rank, 0, port)
-        server = join_store("127.0.0.1", port, timeout=timedelta(seconds=TIMEOUT_S))
-        forge(server, "another key")
-        forge(server, "")
+        # Once it is there: none of these gets as far as torch's protocol.
+        await_gate("127.0.0.1", port, KEY, TIMEOUT_S).close()
+        for key in ("another key", ""):
+            with pytest.raises(WrongKey):
+                forge(port, key)
+        with pytest.raises(dist.DistError):
+            join_store("127.0.0.1", port, timeout=timedelta(seconds=1))
         seen = count()
         second = threads.submit(rank, 1, port)
         stores = [first.result(TIMEOUT_S), second.result(TIMEOUT_S)]
@@ -107,21 +117,30 @@ def test_ranks_meet_among_strangers(port: int) -> None:
         assert stores[0].get("still") == b"there"
 
 
+def test_a_rank_with_another_key_is_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(rank, 0, port, 20.0)
+        await_gate("127.0.0.1", port, KEY, TIMEOUT_S).close()
+        monkeypatch.setenv(KEY_VARIABLE, "another key")
+        with pytest.raises(CannotStart, match=f"another {KEY_VARIABLE}.*set the same {KEY_VARIABLE} on all hosts"):
+            rank(1, port, 1.0)
+        assert "1 did not come" in str(first.exception(TIMEOUT_S))
+
+
 def test_who_has_the_key_is_believed(port: int) -> None:
     """What the test above rests on: the same words with the key end the meeting."""
     with ThreadPoolExecutor(1) as threads:
         # It may wait in vain for the other one, which has left.
         first = threads.submit(rank, 0, port, 30.0)
-        server = join_store("127.0.0.1", port, timeout=timedelta(seconds=TIMEOUT_S))
-        forge(server, KEY)
+        forge(port, KEY)
         with pytest.raises(UserError, match=r"a stranger was here|no facts"):
             rank(1, port)
         first.exception(TIMEOUT_S)
 
 
-def agent(node: int, port: int) -> RendezvousInfo:
+def agent(node: int, port: int, timeout_s: float = TIMEOUT_S) -> RendezvousInfo:
     params = RendezvousParameters(
-        BACKEND, f"127.0.0.1:{port}", "logs/launch-0001", 2, 2, node=node, timeout=int(TIMEOUT_S)
+        BACKEND, f"127.0.0.1:{port}", "logs/launch-0001", 2, 2, node=node, timeout=int(timeout_s)
     )
     handler = AgentRendezvous(params)
     assert handler.use_agent_store
@@ -129,16 +148,28 @@ def agent(node: int, port: int) -> RendezvousInfo:
 
 
 def test_agents_meet_among_strangers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GATED_VARIABLE, raising=False)
     with ThreadPoolExecutor(1) as threads, strangers(port):
         joining = threads.submit(agent, 1, port)
         serving = agent(0, port)
         serving.store.set("key", "value")
         assert joining.result(TIMEOUT_S).store.get("key") == b"value"
+        # Their ranks ask for the key as well.
+        ranks = {"TORCHELASTIC_USE_AGENT_STORE": "True", KEY_VARIABLE: KEY, GATED_VARIABLE: os.environ[GATED_VARIABLE]}
+        assert gate_secret(ranks, on_one_host=False) == KEY
         monkeypatch.setenv(KEY_VARIABLE, "another key")
-        stranger = agent(1, port).store
-        assert not stranger.check(["key"])
-        stranger.set("key", "another value")
+        with pytest.raises(WrongKey):
+            agent(1, port, 1.0)
         assert serving.store.get("key") == b"value"
+
+
+def test_where_there_is_a_gate() -> None:
+    theirs = {"TORCHELASTIC_USE_AGENT_STORE": "True", KEY_VARIABLE: KEY}
+    assert gate_secret({KEY_VARIABLE: KEY}, on_one_host=False) == KEY
+    assert gate_secret({}, on_one_host=False) == ""
+    # torchrun serves its store itself; and on one host nothing listens beyond the loopback.
+    assert gate_secret(theirs, on_one_host=False) is None
+    assert gate_secret({KEY_VARIABLE: KEY}, on_one_host=True) is None
 
 
 def test_the_agent_of_one_node_listens_nowhere() -> None:

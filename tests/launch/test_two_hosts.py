@@ -77,6 +77,14 @@ class Host:
         """The cable at the switch."""
         ip("-n", self.switch, "link", "set", self.name, "up" if is_in else "down")
 
+    def lose(self, other: "Host", *, is_on: bool) -> None:
+        """Packets to `other` are lost, those from it are not: they go to a hardware address that nobody has."""
+        entry = [other.address, "dev", "fabric"]
+        if is_on:
+            ip("-n", self.namespace, "neigh", "replace", *entry, "lladdr", "02:00:00:00:00:fe", "nud", "permanent")
+        else:
+            ip("-n", self.namespace, "neigh", "del", *entry)
+
 
 def ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout
@@ -247,6 +255,23 @@ def test_a_run_over_a_link_that_is_cut_for_good(
     (resumed,) = events(again.run, "resume")
     assert resumed["step"] == newest
     assert numbers(again.run) == reference
+
+
+@pytest.mark.parametrize("mute", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_packets_that_are_lost_in_one_direction_for_a_while(
+    hosts: tuple[Host, Host], folder: Path, reference: list[Any], mute: int
+) -> None:
+    job = Job(hosts, folder, f"one-way-{mute}")
+    job.reach(8)
+    hosts[mute].lose(hosts[1 - mute], is_on=True)
+    time.sleep(CUT_S / 6)
+    before = job.steps()
+    time.sleep(CUT_S / 2)
+    assert job.steps() == before < STEPS, "nothing was lost"
+    hosts[mute].lose(hosts[1 - mute], is_on=False)
+    assert job.wait() == [0, 0], job.said()
+    assert numbers(job.run) == reference
+    assert len(events(job.run, "start")) == 1
 
 
 def test_ctrl_c_on_one_host_saves_on_both(hosts: tuple[Host, Host], folder: Path, reference: list[Any]) -> None:

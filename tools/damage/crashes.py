@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from crash_case import ABSENT, EARLIER, REFUSED, WHOLE, Case, Context, Wrong, the_same
 from disk_states import State, states
+from record_cases import queue_case, study_case
 from rich.console import Console
 from rich.progress import track
 from system_calls import Files, Recording, Write, record
@@ -70,49 +71,13 @@ warmup_steps = 0
 [metrics]
 sinks = ["jsonl"]
 """
-ABSENT, REFUSED, EARLIER, WHOLE = "absent", "refused", "earlier", "whole"
-
-
-class Wrong(Exception):
-    """A folder that opens as something that was never written, or without something that was reported."""
-
-
-@dataclass(kw_only=True)
-class Case:
-    """A command, and how what it writes is opened."""
-
-    name: str
-    command: tuple[str, ...]
-    folder: Path
-    """All that it writes."""
-    look: Callable[[], Any]
-    """Open the folder. Raises UserError where it is refused, FileNotFoundError where it is not there."""
-    judge: Callable[["Context", Any], str]
-    """An outcome from what ``look`` found, or Wrong."""
-    final: Callable[[], Any]
-    """What the command must end with, given again in any state."""
-    read: str
-    """Pattern of the paths in the folder that ``look`` reads; states that differ in others alone are opened once."""
-    ignored: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What an outcome is judged by."""
-
-    before: Any
-    """What ``look`` found before the command; an exception where it was refused."""
-    after: Any
-    reported: bytes
-    """All that was written before the failure to the records whose lines report something."""
 
 
 def try_case(case: Case, console: Console, *, again: int, seed: int) -> dict[str, Any]:
     """Record the command, and open every state. ``again``: number of states in which the command is given again."""
     before = _looked(case)
     with _environment(case.environment):
-        recording = record([*_COMMAND, *case.command], case.folder, cwd=case.folder.parent, ignored=case.ignored)
+        recording = record([*case.program, *case.command], case.folder, cwd=case.folder.parent, ignored=case.ignored)
     after, final = _looked(case), case.final()
     disk = _Disk(case.folder)
     seen: dict[str, Any] = {}
@@ -147,7 +112,7 @@ def try_case(case: Case, console: Console, *, again: int, seed: int) -> dict[str
         disk.forget()
     return {
         "case": case.name,
-        "command": " ".join(case.command[:2]),
+        "command": case.label or " ".join(case.command[:2]),
         "write_points": dict(points),
         "states": number,
         "distinct": len(distinct),
@@ -181,7 +146,7 @@ def _judged(case: Case, context: Context, found: Any) -> str:
 def _again(case: Case, final: Any) -> Iterator[str]:
     with _environment(case.environment):
         done = subprocess.run(
-            [*_COMMAND, *case.command], cwd=case.folder.parent, capture_output=True, text=True, check=False
+            [*case.program, *case.command], cwd=case.folder.parent, capture_output=True, text=True, check=False
         )
     if done.returncode:
         yield f"exit code {done.returncode}: {done.stderr[-1500:]}"
@@ -262,15 +227,6 @@ class _Disk:
 
 
 # ----- what is written, and opened -----------------------------------------------------------------------------------
-
-
-def the_same(context: Context, found: Any) -> str:
-    """For files that appear whole: as before the command, or as after it."""
-    if found == context.after:
-        return WHOLE
-    if found == context.before:
-        return EARLIER
-    raise Wrong("it opens, with other contents than were written")
 
 
 def store_case(work: Path) -> Case:
@@ -449,6 +405,8 @@ CASES = {
     "resume": resume_case,
     "export": export_case,
     "evaluation": evaluation_case,
+    "study": study_case,
+    "queue": queue_case,
 }
 
 

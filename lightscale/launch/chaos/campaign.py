@@ -3,22 +3,24 @@
 DIR/reference/       the undisturbed run; reused by a campaign with the same configuration
     round-0001/      the runs under faults, each of the same steps
     round-0001.log   the output of their commands
-    disk/            the run with a full disk
-            poisoned-0001/   the runs with NaN, which go back and jump over data
-            peaceful-0001/   undisturbed runs with the same jumps
-            store/           the copy of the store for all runs, if tokens change; other-store/ differs
+    disk-0001/       the runs with a full disk
+    guarded-0001/    the runs with flipped bits, which compare their weights and moments in every step
+    poisoned-0001/   the runs with NaN, which go back and jump over data
+    peaceful-0001/   undisturbed runs with the same jumps
+    store/           the copy of the store for all runs, if tokens change; other-store/ differs
+    preload/         the library through which surroundings go wrong
+    progress.json    the judged runs of a campaign that is not complete: the same command goes on after them
 """
 
 import contextlib
 import dataclasses
 import datetime
-import itertools
 import shutil
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +28,13 @@ from lightscale.config.files import difference, load
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck, check_detection, checkpoint_directories
+from lightscale.launch.chaos.harness.costs import over_bound
+from lightscale.launch.chaos.harness.keeping import Judged, Progress
 from lightscale.launch.chaos.harness.training import Training
 from lightscale.launch.chaos.harness.trial import Fault, Runner, Subject, Trial
 from lightscale.launch.chaos.harness.verify import SKIPPED, Lines, Verdict, judge, jumps, undone
-from lightscale.launch.chaos.schedule import schedule
+from lightscale.launch.chaos.preload.control import Control, problem
+from lightscale.launch.chaos.schedule import WITH_LIBRARY, WITH_STORES, Where, schedule
 from lightscale.launch.chaos.stores import LARGEST_STORE_BYTES, copy_store, num_bytes, write_other_store
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
@@ -37,6 +42,19 @@ from lightscale.runs.run_directory import RunDirectory, read_lines
 # A save or a start may be silent for 10 hang time-outs (`training/health/heartbeat.py`); 12 are more.
 _PATIENCE_S, _PATIENCE_HANG_TIMEOUTS = 180.0, 12
 # Room for the checkpoints that are kept, one that is written, and what a save asks for beyond them.
+_ROUNDS: dict[str, Where] = {
+    "poisoned": "poisoned",
+    "guarded": "guarded",
+    "round": "ordinary",
+    "disk": "small disk",
+}
+# How these are started: with ranks whose memory changes on order, and arguments more.
+_POISONED = "lightscale.launch.chaos.poisoned_training"
+_PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "poisoned": (_POISONED, ()),
+    "guarded": (_POISONED, ("guard.compare_replicas_every=1",)),
+}
+_MOST_GIVEN_UP = 5
 _DISK_CHECKPOINTS, _DISK_SPARE_BYTES, _LARGEST_DISK_BYTES = 6, 32 << 20, 2 << 30
 
 
@@ -48,6 +66,8 @@ class CampaignResult:
     """Duration of the undisturbed run, from its first event to its last."""
     trials: list[Trial] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
+    over_bound: list[str] = field(default_factory=list)
+    """Losses of steps beyond what the faults before them may cost."""
     finished_s: list[float] = field(default_factory=list)
     """Duration of each run that finished under faults."""
     detection: DamageCheck = field(default_factory=DamageCheck)
@@ -79,46 +99,64 @@ class Campaign:
         self.config = load(config, overrides)
         self.result = CampaignResult()
         self._reference = RunDirectory(directory / "reference")
+        self._control: Control | None = None
 
     def run(self, amounts: Mapping[str, int], *, flips: int) -> CampaignResult:
-        """Run all parts; `amounts` by the names in `SORTS`."""
-        amounts = self._with_stores(amounts)
+        """Run all parts, or go on where the same campaign was ended; `amounts` by the names in `SORTS`."""
+        question = {"amounts": dict(amounts), "flips": flips, "seed": self.seed, "processes": self.processes}
+        progress = Progress(self.directory / "progress.json", {**question, "arguments": self._arguments})
+        amounts = self._with_library(self._with_stores(amounts))
         self._report("undisturbed run", self.result)
         self._run_reference()
-        # A round of an earlier campaign would be resumed instead of begun.
-        for pattern in ("round-*", "disk*", "poisoned-*", "peaceful-*"):
-            for old in self.directory.glob(pattern):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        self._clear({f"{one.name}-{number:04d}" for one, number in _numbered(progress.judged)})
+        for one in progress.judged:
+            self._count(one)
         self._report("damage to copies of a checkpoint", self.result)
         self.result.detection = check_detection(
             self._reference.checkpoints, self.directory / "damaged", flips=flips, seed=self.seed
         )
-        ordinary, disk, poisoned = (
-            deque(schedule(amounts, processes=self.processes, seed=self.seed, where=where))
-            for where in ("ordinary", "small disk", "poisoned")
-        )
-        self._rounds("poisoned", poisoned, self._poisoned_round)
-        self._rounds("round", ordinary, self._round)
-        if disk:
-            self._disk_round(disk)
+        for name, where in _ROUNDS.items():
+            queue = deque(schedule(amounts, processes=self.processes, seed=self.seed, where=where))
+            self._rounds(name, queue, progress)
+        progress.finish()
         return self.result
 
-    def _rounds(self, name: str, queue: deque[Fault], one: Callable[[str, deque[Fault]], None]) -> None:
+    def _clear(self, kept: Collection[str]) -> None:
+        """Remove the runs of an earlier campaign, which would be resumed instead of begun."""
+        for name in (*_ROUNDS, "peaceful"):
+            for old in self.directory.glob(f"{name}-*"):
+                if old.name.partition(".")[0] not in kept:
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+    def _rounds(self, name: str, queue: deque[Fault], progress: Progress) -> None:
         """Runs until all faults of `queue` have happened."""
-        for number in itertools.count(1):
-            if not queue:
-                break
+        taken = progress.taken(name)
+        # A campaign that goes on draws the same faults.
+        for _ in range(min(taken, len(queue))):
+            queue.popleft()
+        number = sum(one.name == name for one in progress.judged)
+        given_up = 0
+        while queue and given_up < _MOST_GIVEN_UP:
+            number += 1
             before = len(queue)
-            one(f"{name}-{number:04d}", queue)
-            # A run that ends before any fault could happen would do so again, and one that was given up does not
-            # recover.
-            if len(queue) == before or not self.result.trials[-1].finished:
+            with self._place(name, number, bool(queue)) as problem:
+                if problem is not None:
+                    self.result.skipped.append(problem)
+                    return
+                self._round(name, number, queue, progress)
+            if not self.result.trials[-1].finished:
+                # One that was given up does not recover, and the next one begins behind what was too much for it.
+                given_up += 1
+                if queue and len(queue) == before:
+                    queue.popleft()
+            elif len(queue) == before:
+                # A run that ends before any fault could happen would do so again.
                 break
         self.result.skipped += [f"{one.kind}: the runs had ended or were given up before it" for one in queue]
 
     def _with_stores(self, amounts: Mapping[str, int]) -> Mapping[str, int]:
         """Make the stores that faults of `amounts` need; returns the amounts that can be tried."""
-        needed = [name for name in ("changed-tokens", "disagreements") if amounts.get(name)]
+        needed = [name for name in WITH_STORES if amounts.get(name)]
         if not needed:
             return amounts
         if self.config.data.store is None:
@@ -134,6 +172,19 @@ class Campaign:
         write_other_store(store, self._other_store)
         self._arguments.append(f"data.store={copy}")
         self.config = load(Path(self._arguments[1]), self._arguments[2:])
+        return amounts
+
+    def _with_library(self, amounts: Mapping[str, int]) -> Mapping[str, int]:
+        """Build the library that faults of `amounts` need; returns the amounts that can be tried."""
+        needed = [name for name in WITH_LIBRARY if amounts.get(name)]
+        if not needed:
+            return amounts
+        reason = problem() or ("the run has data.stores" if self.config.data.store is None else None)
+        if reason is not None:
+            self.result.skipped += [f"{name}: {reason}" for name in needed]
+            return {**amounts, **dict.fromkeys(needed, 0)}
+        assert self.config.data.store is not None, "asked before"
+        self._control = Control(self.directory / "preload", self.config.data.store)
         return amounts
 
     @property
@@ -176,86 +227,121 @@ class Campaign:
             tail = "\n".join(training.output().splitlines()[-5:])
             raise UserError(f"the undisturbed run ended with {training.exit_code} ({training.log}):\n{tail}")
 
-    def _round(self, name: str, queue: deque[Fault]) -> None:
-        runner = self._runner(name, queue)
+    def _round(self, name: str, number: int, queue: deque[Fault], progress: Progress) -> None:
+        before = len(queue)
+        program, more = _PROGRAMS.get(name, ("lightscale", ()))
+        runner = self._runner(f"{name}-{number:04d}", queue, program, more)
         try:
-            runner.run()
-        finally:
-            # What was tried until Ctrl-C is kept.
-            self._judge(runner, read_lines(self._reference.metrics))
+            trial = runner.run()
+        except KeyboardInterrupt:
+            # What was tried until Ctrl-C is kept; the jumps of these runs would take another one to compare with.
+            if name != "poisoned":
+                self._judge(name, before - len(queue), runner, read_lines(self._reference.metrics), progress)
+            raise
+        reference = self._reference
+        if name == "poisoned":
+            reference = self._train_with_jumps(f"peaceful-{number:04d}", runner, trial)
+        self._judge(name, before - len(queue), runner, read_lines(reference.metrics), progress)
 
-    def _poisoned_round(self, name: str, queue: deque[Fault]) -> None:
-        runner = self._runner(name, queue, program="lightscale.launch.chaos.poisoned_training")
-        trial = runner.run()
-        # Going back jumps over data, so that what comes then is compared with a run that has these jumps from its
-        # beginning. What was undone has no counterpart there.
-        peaceful = RunDirectory(self.directory / name.replace("poisoned", "peaceful"))
-        self._report(
-            f"{name}: the same jumps, undisturbed",
-            dataclasses.replace(self.result, trials=[*self.result.trials, trial]),
-        )
+    def _train_with_jumps(self, name: str, runner: Runner, trial: Trial) -> RunDirectory:
+        """An undisturbed run with the jumps of `runner` from its beginning. Undone steps have no counterpart there."""
+        peaceful = RunDirectory(self.directory / name)
+        self._report(f"{name}: undisturbed", dataclasses.replace(self.result, trials=[*self.result.trials, trial]))
         peaceful.create_or_open(self.config)
         for at_tokens, skip_tokens in jumps(runner.training.events()):
             peaceful.event(SKIPPED, attempt=0, at_tokens=at_tokens, skip_tokens=skip_tokens)
         self._train_in_peace(peaceful)
-        self._judge(runner, read_lines(peaceful.metrics))
+        return peaceful
 
-    def _runner(self, name: str, queue: deque[Fault], program: str = "lightscale") -> Runner:
-        """Of a run under faults of `queue`, started as `program`."""
+    def _runner(self, name: str, queue: deque[Fault], program: str, more: Sequence[str]) -> Runner:
+        """Of a run under faults of `queue`, started as `program` with the arguments `more`."""
 
         def report(trial: Trial, fault: Fault) -> None:
             self._report(f"{name}: {fault.kind}", dataclasses.replace(self.result, trials=[*self.result.trials, trial]))
 
+        if self._control is not None:
+            # A campaign that was killed may have left numbers.
+            self._control.clear()
         return Runner(
-            self._training(RunDirectory(self.directory / name), program),
+            self._training(RunDirectory(self.directory / name), program, more, self._control),
             queue,
             Subject(
                 config=self.config,
                 processes=self.processes,
                 checkpoint_bytes=self._checkpoint_bytes(),
                 other_store=self._other_store,
+                control=self._control,
             ),
             patience_s=_PATIENCE_S + _PATIENCE_HANG_TIMEOUTS * self.config.restart.hang_timeout_s,
             report=report,
         )
 
-    def _judge(self, runner: Runner, reference: Lines) -> None:
+    def _judge(self, name: str, taken: int, runner: Runner, reference: Lines, progress: Progress) -> None:
         trial, lines, events = runner.trial, runner.training.lines(), runner.training.events()
         skip = undone(lines, events)
-        verdict = judge(reference, lines, events, trial.damaged, finished=trial.finished, skip=skip)
-        self.result.trials.append(trial)
-        self.result.verdicts.append(verdict)
-        if trial.finished:
-            self.result.finished_s.append(_duration_s(events))
+        judged = Judged(
+            name=name,
+            taken=taken,
+            trial=trial,
+            verdict=judge(reference, lines, events, trial.damaged, finished=trial.finished, skip=skip),
+            over_bound=over_bound(trial, lines, events, runner.every),
+        )
+        progress.add(judged)
+        self._count(judged)
         self._keep(self.result)
 
-    def _disk_round(self, queue: deque[Fault]) -> None:
-        run = RunDirectory(self.directory / "disk")
+    def _count(self, judged: Judged) -> None:
+        self.result.trials.append(judged.trial)
+        self.result.verdicts.append(judged.verdict)
+        self.result.over_bound += judged.over_bound
+        if judged.trial.finished:
+            # Not by the events: their clock may have jumped.
+            self.result.finished_s.append(judged.trial.seconds)
+
+    @contextlib.contextmanager
+    def _place(self, name: str, number: int, needed: bool) -> Iterator[str | None]:
+        """Where a run has its checkpoints: for "disk" a small file system. Gives the problem where there is none."""
+        if name != "disk" or not needed:
+            yield None
+            return
+        run = RunDirectory(self.directory / f"{name}-{number:04d}")
         size = _DISK_CHECKPOINTS * self._checkpoint_bytes() + _DISK_SPARE_BYTES
         if size > _LARGEST_DISK_BYTES:
-            self.result.skipped.append(f"full disk: checkpoints of {self._checkpoint_bytes():,} bytes are too large")
+            yield f"full disk: checkpoints of {self._checkpoint_bytes():,} bytes are too large"
             return
         # Before the mount, whose mount point is in the directory of the run: a run is created only where nothing is
         # yet.
         run.create_or_open(self.config)
-        with _small_disk(run.checkpoints, size) as problem:
-            if problem is not None:
-                self.result.skipped.append(f"full disk: {problem}")
-                return
-            self._round("disk", queue)
-            self.result.skipped += [f"{one.kind}: the run had ended before it" for one in queue]
+        with _small_disk(run.checkpoints, size) as reason:
+            yield None if reason is None else f"full disk: {reason}"
 
     def _checkpoint_bytes(self) -> int:
         newest = checkpoint_directories(self._reference.checkpoints)[-1]
         return sum(path.stat().st_size for path in newest.iterdir())
 
-    def _training(self, run: RunDirectory, program: str = "lightscale") -> Training:
-        command = [sys.executable, "-m", program, *self._arguments, "--run", str(run.path)]
+    def _training(
+        self,
+        run: RunDirectory,
+        program: str = "lightscale",
+        more: Sequence[str] = (),
+        control: Control | None = None,
+    ) -> Training:
+        command = [sys.executable, "-m", program, *self._arguments, *more, "--run", str(run.path)]
         command += ["--processes", str(self.processes)]
         self.directory.mkdir(parents=True, exist_ok=True)
         log = self.directory / f"{run.path.name}.log"
         log.unlink(missing_ok=True)
-        return Training(command, run, faults_folder=self.directory / f"{run.path.name}.faults", log=log)
+        variables = {} if control is None else control.environment(run.path)
+        folder = self.directory / f"{run.path.name}.faults"
+        return Training(command, run, faults_folder=folder, log=log, variables=variables)
+
+
+def _numbered(judged: Sequence[Judged]) -> Iterator[tuple[Judged, int]]:
+    """Each with its number among those of its name."""
+    counts: Counter[str] = Counter()
+    for one in judged:
+        counts[one.name] += 1
+        yield one, counts[one.name]
 
 
 def _duration_s(events: Lines) -> float:

@@ -10,7 +10,7 @@ import shlex
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,15 @@ from lightscale import __version__
 from lightscale.config.arguments import add_config, add_overrides, add_run_option
 from lightscale.errors import UserError
 from lightscale.launch.chaos.campaign import Campaign, CampaignResult
-from lightscale.launch.chaos.faults.kills import Kill
+from lightscale.launch.chaos.faults.kills import KILL
+from lightscale.launch.chaos.harness.trial import Injected
 from lightscale.launch.chaos.harness.verify import shown
 from lightscale.launch.chaos.schedule import SORTS
 from lightscale.output.progress import start_progress
 from lightscale.output.terminal import plain_console
 from lightscale.runs.metrics.pace import time_text
 from lightscale.runs.run_directory import write_atomically
+from lightscale.training.health.fault_injection import SAVE_POINTS
 
 EXIT_FAILED = 1
 
@@ -66,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
     add_run_option(
         parser,
-        "directory of the runs; an undisturbed run of the same configuration is reused, the others are removed "
+        "directory of the runs; an undisturbed run of the same configuration is reused, the others are removed, unless "
+        "the same campaign was ended before it was complete: it goes on "
         "(default: runs/NAME-chaos of CONFIG)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -110,7 +113,7 @@ def summary(result: CampaignResult) -> dict[str, Any]:
     """The result in numbers, with a line of text for each problem."""
     injected = [one for trial in result.trials for one in trial.injected]
     recovered = sum(one.recovered for one in injected)
-    kills = [one.fault for one in injected if isinstance(one.fault, Kill)]
+    kills = [one.fault.kind for one in injected if one.fault.kind.startswith(KILL)]
     given_up = [trial for trial in result.trials if not (trial.finished or trial.interrupted)]
     problems = {
         "mismatches": [text for verdict in result.verdicts for text in verdict.mismatches],
@@ -118,6 +121,7 @@ def summary(result: CampaignResult) -> dict[str, Any]:
         "wrong_resumes": [text for verdict in result.verdicts for text in verdict.wrong_resumes],
         "failures": [text for trial in result.trials for text in trial.failures],
         "orphans": [text for trial in result.trials for text in trial.orphans],
+        "over_bound": result.over_bound,
     }
     # A run that does not continue counts, whether or not a fault is to blame.
     unrecoverable = max(len(injected) - recovered, len(given_up))
@@ -128,7 +132,7 @@ def summary(result: CampaignResult) -> dict[str, Any]:
         "recovered": recovered,
         "unrecoverable": unrecoverable,
         "kills": len(kills),
-        "kills_during_saves": sum(kill.during_save for kill in kills),
+        "kills_during_saves": sum(kind.removeprefix(KILL) in SAVE_POINTS for kind in kills),
         "flips": result.detection.flips,
         "other_damage": result.detection.others,
         "runs": len(result.trials),
@@ -140,6 +144,9 @@ def summary(result: CampaignResult) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "seconds_per_fault": round(seconds / len(injected), 2) if injected else None,
         "kinds": _kinds(result),
+        "faults_in_pairs": sum(bool(one.during) for one in injected),
+        "pairs": _pairs(injected),
+        "slowest_recovery_s": _slowest(injected),
         "findings": {name: shown(texts) for name, texts in problems.items() if texts},
         "unreached": sorted({point for trial in result.trials for point in trial.unreached}),
         "left_out": result.skipped,
@@ -161,6 +168,23 @@ def _kinds(result: CampaignResult) -> dict[str, dict[str, int]]:
             if before:
                 kinds[before[-1]]["mismatches"] += 1
     return {kind: dict(found) for kind, found in sorted(kinds.items())}
+
+
+def _pairs(injected: Sequence[Injected]) -> dict[str, int]:
+    """How often a fault came while a condition lasted."""
+    found = Counter(f"{one.fault.kind} during {kind}" for one in injected for kind in one.during)
+    return dict(sorted(found.items()))
+
+
+def _slowest(injected: Sequence[Injected]) -> dict[str, dict[str, float]]:
+    """By kind, the longest time from a fault's end to the next step, and the bound that the kind states."""
+    found: dict[str, dict[str, float]] = {}
+    for one in injected:
+        if one.recovery_s is not None:
+            before = found.get(one.fault.kind, {}).get("seconds", 0.0)
+            seconds = round(max(before, one.recovery_s), 1)
+            found[one.fault.kind] = {"seconds": seconds, "bound_s": one.fault.bound.seconds}
+    return dict(sorted(found.items()))
 
 
 def _goodput(result: CampaignResult) -> float | None:
@@ -204,6 +228,8 @@ def _totals(record: dict[str, Any]) -> Table:
         ("wrong resumes", f"{record['wrong_resumes']}"),
         ("lost steps", f"{record['lost_steps']:,}, at most {record['max_lost_steps']} at once"),
         ("orphans", f"{record['orphans']}"),
+        ("faults in pairs", f"{record['faults_in_pairs']} in {len(record['pairs'])} combinations"),
+        ("losses above bounds", f"{record['over_bound']}"),
         ("goodput", goodput),
         ("time", f"{record['seconds']:,.0f} s, {per_fault}"),
     ):

@@ -1,4 +1,4 @@
-"""The command `lightscale`, with ranks that set their numbers to NaN on order.
+"""The command `lightscale`, with ranks that set their numbers to NaN, or flip a bit of one, on order.
 
 Only `lightscale chaos` starts it, as `python -m lightscale.launch.chaos.poisoned_training train …`. Memory fails
 without a trace in the program, so the training has no code for it: this module changes its engine in the launcher,
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightscale.launch.chaos.faults.not_finite import order_file
@@ -21,6 +22,7 @@ from lightscale.parallel.engine import Engine
 from lightscale.training.checkpoints.directories import WEIGHTS_PREFIX
 from lightscale.training.health.fault_injection import VARIABLE
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # By the place in an order, what begins the keys of the shards that it may hit.
 _PREFIXES = {"weight": WEIGHTS_PREFIX, "first moment": "exp_avg.", "second moment": "exp_avg_sq."}
 
@@ -34,7 +36,15 @@ def poison(engine: Engine) -> None:
         return
     tensors = _tensors(engine, order["place"])
     tensor = tensors[order["tensor"] % len(tensors)].view(-1)
-    tensor[order["element"] % len(tensor)] = float("nan")
+    index = order["element"] % len(tensor)
+    if "bit" in order:
+        words = tensor.view(_INTEGERS[tensor.element_size()])
+        bits = 8 * tensor.element_size()
+        bit = order["bit"] % bits
+        # The highest one is the sign of an integer.
+        words[index] ^= -(1 << bit) if bit == bits - 1 else 1 << bit
+    else:
+        tensor[index] = float("nan")
     # The harness takes it for done.
     file.unlink()
 

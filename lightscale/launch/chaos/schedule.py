@@ -1,22 +1,27 @@
 """The faults of a run and their times, drawn from a seed, so that a command repeats them exactly."""
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from lightscale.launch.chaos.faults.changed_tokens import draw_changed_tokens
+from lightscale.launch.chaos.faults.commands import COMMANDS, draw_killed_commands
+from lightscale.launch.chaos.faults.conditions import CONDITIONS, Draw, draw_conditions, draw_pairs
 from lightscale.launch.chaos.faults.damaged_checkpoint import draw_damages
 from lightscale.launch.chaos.faults.damaged_records import draw_damaged_records
 from lightscale.launch.chaos.faults.disagreeing_ranks import draw_disagreeing_ranks
 from lightscale.launch.chaos.faults.disks import draw_disk_faults, draw_full_disks
+from lightscale.launch.chaos.faults.flipped_memory import draw_flips
 from lightscale.launch.chaos.faults.kills import draw_kills, draw_stops
 from lightscale.launch.chaos.faults.lost_checkpoints import draw_lost_checkpoints
-from lightscale.launch.chaos.faults.not_finite import draw_nans
+from lightscale.launch.chaos.faults.not_finite import draw_nans, draw_rollback_losses
+from lightscale.launch.chaos.faults.processes import draw_second_jobs
+from lightscale.launch.chaos.faults.replaced import draw_power_cuts, draw_removed_checkpoints, draw_replaced_stores
 from lightscale.launch.chaos.harness.trial import Fault
 
-Where = Literal["ordinary", "small disk", "poisoned"]
-"""Kinds of runs for faults: ordinary; with a small file system; with changed data afterwards."""
+Where = Literal["ordinary", "small disk", "poisoned", "guarded"]
+"""Kinds of runs for faults: ordinary; with a small file system; with changed data afterwards; with compared weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,7 @@ class Sort:
     """Default number."""
     text: str
     """Text in the help."""
-    draw: Callable[[random.Random, int, int], Iterable[Fault]]
+    draw: Draw
     """Draws a number of faults for a number of ranks."""
     where: Where = "ordinary"
 
@@ -61,6 +66,65 @@ SORTS: dict[str, Sort] = {
     ),
     "nans": Sort(
         default=4, text="NaNs in weights and moments in the memory of a rank", draw=draw_nans, where="poisoned"
+    ),
+    "rollback-losses": Sort(
+        default=2, text="losses of ranks while the run rolls back", draw=draw_rollback_losses, where="poisoned"
+    ),
+    "memory-flips": Sort(
+        default=4, text="bits flipped in weights and moments in the memory of a rank", draw=draw_flips, where="guarded"
+    ),
+    "conditions": Sort(
+        default=8,
+        text=f"conditions that last for seconds: {', '.join(CONDITIONS)} (needs gcc)",
+        draw=draw_conditions,
+    ),
+    "power-cuts": Sort(default=4, text="power cuts on a disk that lies (needs gcc)", draw=draw_power_cuts),
+    "second-jobs": Sort(default=2, text="second jobs on the same run", draw=draw_second_jobs),
+    "replaced-stores": Sort(
+        default=2, text="starts with another store at the place of the store", draw=draw_replaced_stores
+    ),
+    "removed-checkpoints": Sort(
+        default=2, text="checkpoints removed while a start reads them", draw=draw_removed_checkpoints
+    ),
+    "killed-commands": Sort(
+        default=5,
+        text=f"commands beside the training that are killed and given again: {', '.join(COMMANDS)}",
+        draw=draw_killed_commands,
+    ),
+}
+# Which sorts of faults come while a condition lasts, by the sort of these pairs.
+_SECOND: dict[str, tuple[str, ...]] = {
+    "pairs": tuple(name for name, sort in SORTS.items() if sort.where == "ordinary" and name != "conditions"),
+    "rollback-pairs": ("nans", "rollback-losses"),
+    "memory-pairs": ("memory-flips",),
+}
+# Sorts that need a second store, and those that need the preloaded library.
+WITH_STORES = ("changed-tokens", "disagreements", "replaced-stores", "pairs")
+WITH_LIBRARY = ("conditions", "power-cuts", *_SECOND)
+
+
+def _draw_pairs(name: str) -> Draw:
+    others = {sort: SORTS[sort].draw for sort in _SECOND[name]}
+    return lambda generator, number, processes: draw_pairs(generator, number, processes, others)
+
+
+SORTS |= {
+    "pairs": Sort(
+        default=20,
+        text="pairs of a condition with another fault or condition while it lasts (needs gcc)",
+        draw=_draw_pairs("pairs"),
+    ),
+    "rollback-pairs": Sort(
+        default=2,
+        text="pairs of a condition with NaNs or losses during rollbacks (needs gcc)",
+        draw=_draw_pairs("rollback-pairs"),
+        where="poisoned",
+    ),
+    "memory-pairs": Sort(
+        default=2,
+        text="pairs of a condition with bits flipped in memory (needs gcc)",
+        draw=_draw_pairs("memory-pairs"),
+        where="guarded",
     ),
 }
 

@@ -76,7 +76,7 @@ def examine(
             return examine_ranks(config, directory, ranks, environment)
     except AbsentRanks as absent:
         return DoctorReport(hosts=absent.hosts, results=[_absence(absent)])
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"rank {environment.rank} on {host_name()} lost the other ranks: {reason}") from None
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.network import choose_interface
 from lightscale.parallel.agreement import Agreement
-from lightscale.parallel.rendezvous.rank_store import join_store, private, serve_store, serves_store
+from lightscale.parallel.rendezvous.rank_store import gate_secret, join_store, private, serve_store, serves_store
 from lightscale.training.health.machine import host_name
 
 _T = TypeVar("_T")
@@ -76,10 +76,11 @@ def meet_peers(environment: RankEnvironment, timeout_s: float) -> Iterator[PeerR
     os.environ.update(environment.variables())
     choose_interface(environment)
     wait = timedelta(seconds=timeout_s)
+    secret = gate_secret(os.environ, on_one_host=environment.is_one_host)
     if serves_store(os.environ, environment.rank):
-        server = serve_store(environment.master_port, on_one_host=environment.is_one_host, timeout=wait)
+        server = serve_store(environment.master_port, secret=secret, timeout=wait)
     else:
-        server = join_store(environment.address, environment.master_port, timeout=wait)
+        server = join_store(environment.address, environment.master_port, secret=secret, timeout=wait)
     store = private(server, os.environ, "doctor")
     store.set(_key(environment.rank), host_name())
     keys = [_key(rank) for rank in range(environment.world_size)]

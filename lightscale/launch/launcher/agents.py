@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from lightscale.parallel.rendezvous.rank_store import join_store, private, serve_store
-from lightscale.parallel.rendezvous.sockets import LOOPBACK, listen
+from lightscale.parallel.rendezvous.sockets import GATED_VARIABLE, KEY_VARIABLE, LOOPBACK, listen
 
 BACKEND = "lightscale"
 """Name of this rendezvous, for ``LaunchConfig.rdzv_backend``; its options are ``node`` and ``timeout``, in seconds."""
@@ -46,10 +46,13 @@ class AgentRendezvous(RendezvousHandler):
             return RendezvousInfo(dist.HashStore(), node, 1, RendezvousStoreInfo(LOOPBACK, port))
         address, _, digits = self._params.endpoint.rpartition(":")
         port, wait = int(digits), timedelta(seconds=self._params.config["timeout"])
+        # For the ranks, which are this agent's children and join its store.
+        os.environ[GATED_VARIABLE] = "1"
+        secret = os.environ.get(KEY_VARIABLE, "")
         if node == 0:
-            server = serve_store(port, on_one_host=False, timeout=wait)
+            server = serve_store(port, secret=secret, timeout=wait)
         else:
-            server = join_store(address, port, timeout=wait)
+            server = join_store(address, port, secret=secret, timeout=wait)
         # Named by the run and its start: agents of an earlier start cannot join.
         store = private(server, os.environ, f"agents of {self._params.run_id}")
         return RendezvousInfo(store, node, self._num_nodes, RendezvousStoreInfo(address, port))

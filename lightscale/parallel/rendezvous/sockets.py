@@ -11,6 +11,8 @@ LOOPBACK = "127.0.0.1"
 GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 KEY_VARIABLE = "LIGHTSCALE_RENDEZVOUS_KEY"
 """Secret that all ranks of a run on several hosts share."""
+GATED_VARIABLE = "LIGHTSCALE_RENDEZVOUS_GATED"
+"""1: the agents' store is behind a gate. lightscale's agents set it for their ranks; torchrun's own have none."""
 
 
 def listen(port: int, *, on_one_host: bool) -> socket.socket:

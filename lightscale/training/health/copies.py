@@ -119,6 +119,11 @@ def places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return " and ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
 
 
+def flat_checksum(flat: Tensor) -> Tensor:
+    """() sum of the elements of a (n,) tensor as integers of their size, modulo 2^64; it may begin at any address."""
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+
+
 def checksums(rows: Tensor) -> Tensor:
     """(rows,) sums of the words in each row of a (rows, n) tensor; words of 8 bytes where they fit."""
     num_bytes = rows.size(1) * rows.element_size()

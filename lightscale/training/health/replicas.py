@@ -13,9 +13,9 @@ rank that observed another number than the owner of a row is at fault. If no ran
 is at fault. Two ranks are enough, and a single rank detects faults of its own memory. Parameters with copies on tensor
 ranks or stages, which update them separately, are compared too; there the majority is right.
 
-Detected: weights that change between two steps, in memory or while they are gathered, and copies with different
-updates. Not detected: wrong computations (activations, gradients, a row in its optimizer), because all ranks get the
-result; and changes of moments and fp32 weights, which one rank holds. The checksum is the sum of all words modulo 2^64.
+Detected: weights and moments that change between two steps, in memory or while they are gathered, and copies with
+different updates. Not detected: wrong computations (activations, gradients, a row in its optimizer), because all ranks
+get the result. The checksum is the sum of all words modulo 2^64.
 It detects any single changed bit, and several bits unless their differences cancel.
 """
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.parallel.engine import Engine
-from lightscale.training.health.copies import checksums, differing_copies, held_weights, places
+from lightscale.training.health.copies import checksums, differing_copies, flat_checksum, held_weights, places
 
 # Odd, so that nothing is lost modulo 2^64 however often a number is folded.
 _FOLD = 0x9E3779B97F4A7C1
@@ -49,6 +49,8 @@ class ReplicaReport:
     """All rows, each time before they were written again."""
     is_intact: bool
     """Whether its own row is unchanged since the last write."""
+    is_state_intact: bool = True
+    """Whether its fp32 weights and moments were, before each step, those of the step before."""
     copies: tuple[tuple[str, int], ...] = ()
     """By name, the parameters with copies on other tensor ranks or stages."""
 
@@ -112,6 +114,10 @@ class ReplicaCheck:
     """(ranks of the group,) of all rows, folded."""
     _copies: Tensor
     """(copied weights,), folded."""
+    _state: Tensor
+    """() of this rank's fp32 weights and moments, as they were written last."""
+    _state_changes: Tensor
+    """() number of steps before which these had changed."""
 
     def __init__(self, engine: Engine, *, every: int) -> None:
         self._engine, self._mesh, self._every = engine, engine.mesh, every
@@ -129,6 +135,7 @@ class ReplicaCheck:
         """The optimizer has written this rank's row."""
         if self._every:
             self._own = self._rows(self._own_rows)
+            self._state = self._owned_state()
 
     def observe(self) -> None:
         """The backward pass of a step is done, and no weight is written yet."""
@@ -137,6 +144,7 @@ class ReplicaCheck:
             # makes the order count, so that a change in one step cannot cancel that of another.
             self._written = self._written * _FOLD + self._own
             self._seen = self._seen * _FOLD + self._rows(slice(None))
+            self._state_changes = self._state_changes + (self._owned_state() != self._state)
             copies = [checksums(weight.reshape(1, -1)) for _, weight in self._copied()]
             if copies:
                 self._copies = self._copies * _FOLD + torch.cat(copies)
@@ -162,6 +170,7 @@ class ReplicaCheck:
             seen=tuple(self._seen.tolist()),
             # Needs no peer: by this a rank without replicas finds faults of its own memory.
             is_intact=torch.equal(self._own, self._rows(self._own_rows)),
+            is_state_intact=not self._state_changes and torch.equal(self._owned_state(), self._state),
             copies=tuple(zip(names, self._copies.tolist(), strict=True)),
         )
         reports: list[ReplicaReport] = [own] * self._mesh.world_size
@@ -180,6 +189,7 @@ class ReplicaCheck:
         self._since = step
         self._written = torch.zeros_like(self._own)
         self._seen = self._own.new_zeros(len(self._group))
+        self._state_changes = torch.zeros_like(self._state)
         self._copies = self._own.new_zeros(sum(1 for _ in self._copied()))
 
     def _rows(self, rows: slice) -> Tensor:
@@ -187,6 +197,13 @@ class ReplicaCheck:
         total = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
         for flat in self._engine.flat_weights():
             total = total * _FOLD + checksums(flat[rows])
+        return total
+
+    def _owned_state(self) -> Tensor:
+        """() checksum over the fp32 weights and moments of which this rank takes the steps."""
+        total = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        for flat in self._engine.owned_state():
+            total = total * _FOLD + flat_checksum(flat).to(total.device)
         return total
 
     def _copied(self) -> Iterator[tuple[str, Tensor]]:
@@ -200,6 +217,8 @@ def find_faults(reports: Sequence[ReplicaReport]) -> list[ReplicaFault]:
     """The faults by the reports of all ranks, in their order."""
     groups = dict.fromkeys(report.group for report in reports)
     found = [fault for group in groups for fault in _faults_of_rows(group, reports)]
+    if changed := tuple(rank for rank, report in enumerate(reports) if not report.is_state_intact):
+        found.append(ReplicaFault(ranks=changed, what="moments or fp32 weights changed between two steps"))
     # What differs between data ranks may differ between tensor ranks only because of that.
     return found or list(_faults_of_copies(reports))
 

@@ -105,13 +105,31 @@ def flip_bit(engine: Engine, row: int) -> None:
     words[words.numel() // 2] ^= 1 << 12
 
 
-def blame(engine: Engine, *, flip: tuple[int, int, int] | None, updated: int | None = None) -> dict[str, Any]:
-    """Which step names which ranks, when the bit ``flip`` (rank, row, step) changes; ``updated``: in the optimizer."""
+def flip_state(engine: Engine, number: int, bit: int) -> None:
+    """In a moment or fp32 weight of this rank, one of all that it owns."""
+    tensors = list(engine.owned_state())
+    words = tensors[number % len(tensors)].view(torch.int32)
+    words[-1] ^= -(1 << 31) if bit == 31 else 1 << bit
+
+
+def blame(
+    engine: Engine,
+    *,
+    flip: tuple[int, int, int] | None,
+    updated: int | None = None,
+    state: tuple[int, int, int, int] | None = None,
+) -> dict[str, Any]:
+    """Which step names which ranks, when the bit ``flip`` (rank, row, step) changes; ``updated``: in the optimizer.
+
+    ``state``: rank, number of the tensor, bit and step of a change in moments or fp32 weights.
+    """
     check = ReplicaCheck(engine, every=EVERY)
     check.begin(0)
     for step in range(1, 3 * EVERY + 1):
         if flip is not None and (engine.mesh.rank, step) == flip[::2]:
             flip_bit(engine, flip[1])
+        if state is not None and (engine.mesh.rank, step) == state[::3]:
+            flip_state(engine, state[1], state[2])
         engine.forward_backward(tiny.step_batches(step, engine.mesh))
         check.observe()
         try:
@@ -157,8 +175,21 @@ def test_a_changed_bit_names_its_rank_within_the_interval(run_ranks: RunRanks) -
 
 
 def test_one_rank_alone_notices_its_own_memory(run_ranks: RunRanks) -> None:
-    ((found,),) = run_ranks(flips, 1, [((1, 1, 1, 1), [{"flip": (0, 0, 2)}])], {})
-    assert (found["step"], found["ranks"]) == (4, [0])
+    cases = [{"flip": (0, 0, 2)}, {"flip": None, "state": (0, 1, 0, 6)}]
+    ((weight, moment),) = run_ranks(flips, 1, [((1, 1, 1, 1), cases)], {})
+    assert (weight["step"], weight["ranks"]) == (4, [0])
+    assert (moment["step"], moment["since"], moment["ranks"]) == (8, 4, [0])
+    assert "moments or fp32 weights changed between two steps" in moment["text"]
+
+
+@pytest.mark.long
+def test_any_bit_of_any_moment_names_its_rank(run_ranks: RunRanks) -> None:
+    cases = [{"flip": None, "state": (number % 2, number, 3 * number % 32, 5)} for number in range(12)]
+    layouts: list[Axes] = [(2, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)]
+    both = run_ranks(flips, 2, [(axes, [{"flip": None}, *cases]) for axes in layouts], {}, timeout_s=300)
+    assert both[0] == both[1]
+    expected = [{}, *[(8, [number % 2]) for number in range(12)]] * len(layouts)
+    assert [found and (found["step"], found["ranks"]) for found in both[0]] == expected
 
 
 REST = [pytest.param(mixer, marks=pytest.mark.soak) for mixer in ("hgrn2", "cosformer2", "llama")]

@@ -5,12 +5,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from lightscale.data_pipeline.store.blocks import BLOCK_BYTES
 from lightscale.data_pipeline.store.shards import read_metadata
 from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
-from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, RunEnded, Runner
+from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, Bound, RunEnded, Runner
 
 WAYS = ("a bit of every block", "every tenth token", "all moved by one token", "a page of zeros in every block")
 _TOKEN_BYTES, _PAGE_BYTES = 4, 4096
@@ -26,6 +27,7 @@ class ChangedTokens:
     seed: int
     steps: int
     """Steps of the attempt before a change under a job."""
+    bound: ClassVar[Bound] = Bound(saves=2, seconds=120)
 
     @property
     def kind(self) -> str:

@@ -5,10 +5,11 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
-from lightscale.launch.chaos.harness.trial import Runner
+from lightscale.launch.chaos.harness.trial import Bound, Runner
 from lightscale.launch.chaos.harness.verify import DamagedStep, missed_damage
 from lightscale.training.checkpoints.manifest import Manifest, read_manifest, verify_files
 from lightscale.training.checkpoints.reading import DamagedCheckpoint
@@ -25,6 +26,7 @@ class Damage:
     how: str
     """One of `DAMAGE_KINDS`."""
     seed: int
+    bound: ClassVar[Bound] = Bound(saves=3, seconds=120)
 
     @property
     def kind(self) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
-from lightscale.launch.chaos.harness.trial import Runner
+from lightscale.launch.chaos.harness.trial import Bound, Runner
 from lightscale.launch.chaos.harness.verify import Lines
 from lightscale.records import parse_line
 from lightscale.runs.run_directory import DAMAGE_EVENT
@@ -27,6 +28,7 @@ class DamagedRecord:
     way: str
     """One of `WAYS`."""
     seed: int
+    bound: ClassVar[Bound] = Bound(saves=2, seconds=120)
 
     @property
     def kind(self) -> str:

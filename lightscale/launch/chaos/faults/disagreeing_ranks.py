@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
 from lightscale.launch.chaos.harness.training import own_environment
-from lightscale.launch.chaos.harness.trial import SLOW_POLL_S, Runner, Subject
+from lightscale.launch.chaos.harness.trial import SLOW_POLL_S, Bound, Runner, Subject
 from lightscale.runs.job_environment import node_name
 
 WAYS = ("learning rate", "seed", "content of the store", "layout")
@@ -38,6 +39,7 @@ class DisagreeingRank:
     way: str
     """One of `WAYS`."""
     rank: int
+    bound: ClassVar[Bound] = Bound(saves=2, seconds=120)
 
     @property
     def kind(self) -> str:
@@ -47,6 +49,7 @@ class DisagreeingRank:
     def inject(self, run: Runner) -> None:
         """Start them and read their output; the next start is correct again."""
         run.bring_down(lambda: True)
+        run.mend_for_start()
         path = run.training.run.path
         other = difference(run.subject, self.way)
         before = _tree(path)

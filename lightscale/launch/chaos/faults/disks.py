@@ -5,9 +5,10 @@ import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightscale.launch.chaos.faults.drawing import LATEST_S, shuffled_cycle
-from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, Runner
+from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, Bound, Runner
 from lightscale.training.health.fault_injection import InjectedFault
 
 _PAUSE_S = 0.2
@@ -23,6 +24,7 @@ class DiskFault:
     error: str | None
     """Name of the error; None: the disk is slow instead."""
     pause_s: float = _PAUSE_S
+    bound: ClassVar[Bound] = Bound(saves=10, seconds=120)
 
     @property
     def kind(self) -> str:
@@ -55,6 +57,7 @@ class FullDisk:
     delay_s: float
     """Time after the attempt's first step."""
     kind: str = "full disk"
+    bound: ClassVar[Bound] = Bound(saves=6, seconds=120)
 
     def inject(self, run: Runner) -> None:
         """Fill it, wait for two saves, and free it."""

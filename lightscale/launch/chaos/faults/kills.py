@@ -4,12 +4,15 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightscale.launch.chaos.faults.drawing import LATEST_S, shuffled_cycle
 from lightscale.launch.chaos.harness.training import ORPHAN_S, send, wait_until_gone
-from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, SLOW_POLL_S, Runner
+from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, SLOW_POLL_S, Bound, Runner
 from lightscale.training.health.fault_injection import LOAD_POINTS, SAVE_POINTS, STEP_POINTS, InjectedFault
 
+KILL = "kill at "
+"""What the kinds of kills begin with; the phase follows."""
 # Phases that only the rank goes through that makes the directory a checkpoint.
 _ONE_RANK_POINTS = ("save:manifest", "save:rename", "save:retention")
 # A start takes several seconds; instants within it are drawn from these.
@@ -33,11 +36,12 @@ class Kill:
     """Time after the attempt's first step, or after the start of its ranks."""
     while_starting: bool = False
     """Whether `delay_s` counts from the start of the ranks."""
+    bound: ClassVar[Bound] = Bound(saves=2, seconds=120)
 
     @property
     def kind(self) -> str:
         """What it is, for the table."""
-        return f"kill at {self.point}" if self.point else "kill at any instant"
+        return f"{KILL}{self.point or 'any instant'}"
 
     @property
     def during_save(self) -> bool:
@@ -99,6 +103,7 @@ class StopRank:
     delay_s: float
     """Time after the attempt's first saves."""
     kind: str = "rank stopped (SIGSTOP)"
+    bound: ClassVar[Bound] = Bound(saves=2, seconds=180)
 
     def inject(self, run: Runner) -> None:
         """Stop it, and wait for the launcher to detect it."""

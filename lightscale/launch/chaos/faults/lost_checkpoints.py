@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
-from lightscale.launch.chaos.harness.trial import Runner
+from lightscale.launch.chaos.harness.trial import Bound, Runner
 from lightscale.launch.chaos.harness.verify import GIVEN_UP
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
@@ -28,6 +29,7 @@ class MissingCheckpoints:
 
     way: str
     """One of `WAYS`."""
+    bound: ClassVar[Bound] = Bound(saves=2, seconds=120)
 
     @property
     def kind(self) -> str:

@@ -5,11 +5,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
-from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, SLOW_POLL_S, Runner
+from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, SLOW_POLL_S, Bound, Runner
 from lightscale.launch.chaos.harness.verify import Lines
 from lightscale.training.checkpoints.header import read_header
 from lightscale.training.checkpoints.reading import DamagedCheckpoint
@@ -36,6 +37,7 @@ class NaN:
     element: int
     steps: int
     """Steps before it."""
+    bound: ClassVar[Bound] = Bound(saves=4, seconds=120)
 
     @property
     def kind(self) -> str:
@@ -44,6 +46,12 @@ class NaN:
 
     def inject(self, run: Runner) -> None:
         """Write the order, and wait until the run has gone back."""
+        self.poison(run)
+        # Of the attempt that went back.
+        run.wait_for_steps(1)
+
+    def poison(self, run: Runner) -> None:
+        """Write the order, and wait until the run goes back."""
         run.wait_for_first_step()
         run.wait_for_steps(self.steps)
         file = order_file(run.training.faults_folder, self.rank)
@@ -67,7 +75,29 @@ class NaN:
         run.wait(lambda: went_back(run.training.events()[before:]) or run.num_steps > last, poll_s=SLOW_POLL_S)
         # Now, before retention removes it.
         published += not_finite(run.training.run.checkpoints)
-        # Of the attempt that went back.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDuringRollback:
+    """A NaN makes the run go back, and while it does, one rank or everything is killed."""
+
+    nan: NaN
+    everything: bool
+    delay_s: float
+    """Time after the event of the rollback."""
+    kind: ClassVar[str] = "loss of ranks during a rollback"
+    bound: ClassVar[Bound] = Bound(saves=6, seconds=120)
+
+    def inject(self, run: Runner) -> None:
+        """Poison, and kill."""
+        self.nan.poison(run)
+        run.pause(self.delay_s)
+        ranks = run.training.ranks()
+        if self.everything:
+            run.kill_everything()
+        elif self.nan.rank in ranks:
+            run.training.kill([ranks[self.nan.rank]], launcher=False)
+        run.happened(self)
         run.wait_for_steps(1)
 
 
@@ -109,6 +139,12 @@ def _not_finite_tensors(path: Path) -> Iterator[str]:
             bits = np.frombuffer(data[entry.first_byte : entry.first_byte + entry.num_bytes], dtype=dtype)
             if ((bits & bits.dtype.type(exponent)) == exponent).any():
                 yield entry.box.key
+
+
+def draw_rollback_losses(generator: random.Random, number: int, processes: int) -> Iterator[LossDuringRollback]:
+    """Draw half of them with the launcher."""
+    for count, nan in enumerate(draw_nans(generator, number, processes)):
+        yield LossDuringRollback(nan=nan, everything=count % 2 == 0, delay_s=generator.uniform(0, 1.0))
 
 
 def draw_nans(generator: random.Random, number: int, processes: int) -> Iterator[NaN]:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -25,10 +25,18 @@ _POLL_S = 0.01
 class Training:
     """A `command` that trains in the directory `run`, with its output in the file `log`.
 
-    Ranks read their faults from `faults_folder`.
+    Ranks read their faults from `faults_folder`. `variables` are added to its environment.
     """
 
-    def __init__(self, command: Sequence[str], run: RunDirectory, *, faults_folder: Path, log: Path) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        run: RunDirectory,
+        *,
+        faults_folder: Path,
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.run = run
         self.faults_folder = faults_folder
         self.log = log
@@ -37,13 +45,15 @@ class Training:
         self.starts = 0
         """Number of starts of the command."""
         self.command = command
+        self._variables = dict(variables or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
         """Start the command with the arguments `more`; it must not be running."""
         assert self.has_ended
         self.faults_folder.mkdir(parents=True, exist_ok=True)
-        environment = {**own_environment(), fault_injection.VARIABLE: f"@{self.faults_folder.absolute()}"}
+        faults = {fault_injection.VARIABLE: f"@{self.faults_folder.absolute()}"}
+        environment = {**own_environment(), **self._variables, **faults}
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C is for this process, which then ends that one.
             self._process = subprocess.Popen(

@@ -14,6 +14,7 @@ import psutil
 from lightscale.config.schema import RunConfig
 from lightscale.launch.chaos.harness.training import ORPHAN_S, Training, send, wait_until_gone
 from lightscale.launch.chaos.harness.verify import DamagedStep, Lines
+from lightscale.launch.chaos.preload.control import Control
 
 POLL_S = 0.01
 # Looking through all processes, or reading all events, takes milliseconds.
@@ -28,6 +29,16 @@ Sign = Callable[[Lines], str | None]
 """From the events since a fault: evidence that it was not detected; None: it was."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """The most that a fault may cost."""
+
+    saves: int
+    """Intervals between checkpoints whose steps are taken again."""
+    seconds: float
+    """From the fault's end to the next step, on a machine that is not overloaded."""
+
+
 class Fault(Protocol):
     """A fault that happens once."""
 
@@ -35,11 +46,37 @@ class Fault(Protocol):
     def kind(self) -> str:
         """What it is, for the table."""
 
+    @property
+    def bound(self) -> Bound:
+        """The most that it may cost."""
+
     def inject(self, run: "Runner") -> None:
         """Inject it into `run`, report it by `happened`, and repair as a user would.
 
         May raise RunEnded before it has happened: it then moves to the next run.
         """
+
+
+class Condition(Protocol):
+    """Something that goes wrong for a while, during which other faults can happen."""
+
+    @property
+    def kind(self) -> str:
+        """What it is, for the table."""
+
+    @property
+    def bound(self) -> Bound:
+        """The most that it may cost, beside its own time."""
+
+    @property
+    def hinders_starts(self) -> bool:
+        """Whether a user would mend it before the command is started by hand."""
+
+    def begin(self, run: "Runner") -> None:
+        """Let it go wrong."""
+
+    def end(self, run: "Runner") -> None:
+        """Mend it; no process has to be there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +89,33 @@ class Subject:
     """Size of a checkpoint."""
     other_store: Path
     """A store with the same sources and other tokens."""
+    control: Control | None = None
+    """The surroundings of the run, where they can go wrong."""
 
 
 @dataclass(kw_only=True)
 class Injected:
     """A fault that happened."""
 
-    fault: Fault
+    fault: Fault | Condition
+    during: tuple[str, ...] = ()
+    """Kinds of the conditions that lasted when it began."""
     sign: Sign | None = None
     """None: no detection is required, as long as the run continues."""
     first_event: int = 0
     """Number of events before it."""
     first_line: int = 0
     """Number of metrics lines before it."""
+    last_line: int = 0
+    """Number of metrics lines before its end."""
     missed: str | None = None
     """Result of `sign` at the end of the run."""
     recovered: bool = False
     """Whether a step followed it."""
+    over_s: float = 0.0
+    """Time of a monotonic clock from which it is to recover."""
+    recovery_s: float | None = None
+    """From its end to the next step."""
 
 
 @dataclass(kw_only=True)
@@ -94,6 +141,13 @@ class Trial:
     def undetected(self) -> list[str]:
         """The faults that were not detected."""
         return [f"{one.fault}: {one.missed}" for one in self.injected if one.missed is not None]
+
+
+@dataclass(kw_only=True)
+class _Lasting:
+    condition: Condition
+    injected: Injected
+    until_s: float
 
 
 class GivenUp(Exception):
@@ -134,6 +188,7 @@ class Runner:
         self._failures_in_row = 0
         self._unexplained = 0
         self._last_change = time.monotonic()
+        self._lasting: list[_Lasting] = []
 
     def run(self) -> Trial:
         """Run to the end; ends all processes in any case."""
@@ -149,7 +204,9 @@ class Runner:
             self.wait(lambda: False)
         except RunEnded:
             self.trial.finished = True
-            if self.queue and self.trial.injected and self.trial.injected[-1].fault is self.queue[0]:
+            # Of a pair, the second one.
+            last = getattr(self.queue[0], "second", self.queue[0]) if self.queue else None
+            if any(one.fault is last for one in self.trial.injected):
                 self.queue.popleft()
         except GivenUp as reason:
             self.trial.failures.append(str(reason))
@@ -158,6 +215,7 @@ class Runner:
             raise
         finally:
             self.training.end()
+            self.end_conditions()
             # A fault that is left would be met by the next campaign in this directory.
             self.training.disarm()
             self._look_for_signs()
@@ -165,16 +223,53 @@ class Runner:
             self.trial.starts = self.training.starts
         return self.trial
 
-    def happened(self, fault: Fault, sign: Sign | None = None) -> None:
+    def happened(self, fault: Fault | Condition, sign: Sign | None = None) -> Injected:
         """Count `fault`; `sign` is evaluated at the end of the run."""
         self.training.steps.update()
         lines, events = self.training.lines(), self.training.events()
-        self.trial.injected.append(
-            Injected(fault=fault, sign=sign, first_event=len(events), first_line=len(lines)),
+        injected = Injected(
+            fault=fault,
+            during=tuple(one.condition.kind for one in self._lasting),
+            sign=sign,
+            first_event=len(events),
+            first_line=len(lines),
+            last_line=len(lines),
+            over_s=time.monotonic(),
         )
+        self.trial.injected.append(injected)
         self._old_lines = self.num_steps
         self._blamed_attempt = self.training.attempt
         self._last_change = time.monotonic()
+        return injected
+
+    def begin(self, condition: Condition, seconds: float) -> None:
+        """Let `condition` begin, which ends after `seconds` whatever else happens."""
+        condition.begin(self)
+        injected = self.happened(condition)
+        self._lasting.append(_Lasting(condition=condition, injected=injected, until_s=time.monotonic() + seconds))
+
+    def end_conditions(self, chosen: Callable[[Condition], bool] = lambda condition: True) -> None:
+        """End the conditions that are `chosen`, before their time."""
+        for one in [one for one in self._lasting if chosen(one.condition)]:
+            self._lasting.remove(one)
+            one.condition.end(self)
+            # Only what is done without it counts as recovery.
+            one.injected.over_s = time.monotonic()
+            one.injected.last_line = len(self.training.lines())
+            one.injected.recovered, one.injected.recovery_s = False, None
+            self.training.steps.update()
+            self._old_lines = self.num_steps
+            self._blamed_attempt = max(self._blamed_attempt, self.training.attempt)
+            self._last_change = time.monotonic()
+
+    def mend_for_start(self) -> None:
+        """End what a user would mend before the command is started by hand."""
+        self.end_conditions(lambda condition: condition.hinders_starts)
+
+    def wait_until_over(self) -> None:
+        """Wait for the end of all conditions, and for a step after it."""
+        self.wait(lambda: not self._lasting)
+        self.wait_for_steps(1)
 
     def settle(self) -> None:
         """End the attempt: later lines belong to later attempts."""
@@ -233,6 +328,7 @@ class Runner:
 
     def refused(self, exit_code: int, *patterns: str, more: Sequence[str] = ()) -> str | None:
         """Start the command with the arguments `more`: it must end as in `ends`, before training."""
+        self.mend_for_start()
         said = self.training.num_output_bytes
         self.training.start(*more)
         return self.ends(exit_code, *patterns, first_byte=said, most_steps=0)
@@ -248,6 +344,7 @@ class Runner:
         first, deadline = self.num_steps, time.monotonic() + self.patience_s
         wrong = None
         while not self.training.has_ended:
+            self._end_due()
             self.training.steps.update()
             if self.num_steps > first + most_steps:
                 wrong = f"it took {self.num_steps - first} steps"
@@ -286,7 +383,12 @@ class Runner:
             if one.sign is not None:
                 one.missed = one.sign(events[one.first_event :])
 
+    def _end_due(self) -> None:
+        due = [one.condition for one in self._lasting if time.monotonic() >= one.until_s]
+        self.end_conditions(lambda condition: any(condition is one for one in due))
+
     def _watch(self) -> None:
+        self._end_due()
         before = self.num_steps
         self.training.steps.update()
         if self.num_steps > before:
@@ -294,23 +396,29 @@ class Runner:
         if self.num_steps > self._old_lines:
             # A step was taken after the newest fault, so that the run has survived all before it as well.
             self._failures_in_row = 0
-            for injected in self.trial.injected:
-                injected.recovered = True
-        if time.monotonic() - self._last_change > self.patience_s:
+            self._have_recovered()
+        # Nobody expects steps while nothing can be written or read.
+        if not self._lasting and time.monotonic() - self._last_change > self.patience_s:
             raise GivenUp(f"no step for {self.patience_s:.0f} s")
 
     def _end(self) -> None:
         # A kill during the last save may have left no step to be taken again.
+        self.end_conditions()
+        self._have_recovered()
+        raise RunEnded
+
+    def _have_recovered(self) -> None:
         for injected in self.trial.injected:
             injected.recovered = True
-        raise RunEnded
+            if injected.recovery_s is None:
+                injected.recovery_s = time.monotonic() - injected.over_s
 
     def _start_again(self) -> None:
         if self.training.is_finished:
             self._end()
         # A fault that nobody has recovered from explains an end of the command, and so does one of this same attempt.
         to_blame = [one for one in self.trial.injected if not one.recovered]
-        if not to_blame and self.training.attempt > self._blamed_attempt:
+        if not to_blame and not self._lasting and self.training.attempt > self._blamed_attempt:
             self.trial.failures.append(f"the command ended with {self.training.exit_code} without a fault")
             self._unexplained += 1
             if self._unexplained >= _MAX_FAILURES:
@@ -322,4 +430,6 @@ class Runner:
                 f"the command ended {self._failures_in_row} times without a step, last with {self.training.exit_code}"
             )
         self._last_change = time.monotonic()
+        # As a user, who reads why it ended.
+        self.mend_for_start()
         self.training.start()

@@ -58,28 +58,32 @@ def judge(
 
     `finished`: every step of the reference must be present. `skip`: numbers of lines to leave out.
     """
-    losses = lost_steps(lines, begun_again=_begun_again(events))
+    lost = lost_steps(lines, begun_again=begun_again(events))
     mismatches = list(_mismatches(reference, lines, finished=finished, skip=skip))
     return Verdict(
         compared=sum("loss" in line for number, line in enumerate(lines) if number not in skip),
         mismatches=tuple(text for _, text in mismatches),
         mismatched_lines=tuple(number for number, _ in mismatches if number is not None),
         wrong_resumes=(*_wrong_resumes(events, damaged), *_new_beginnings(lines, events)),
-        lost_steps=sum(losses),
-        max_lost_steps=max(losses, default=0),
+        lost_steps=sum(lost),
+        max_lost_steps=max(lost, default=0),
     )
 
 
 def lost_steps(lines: Lines, begun_again: Collection[int] = ()) -> list[int]:
     """Number of repeated steps of each attempt except the first; the attempts `begun_again` were asked to repeat."""
-    reached, lost, attempt = 0, [], None
-    for line in lines:
+    return [lost for _, lost in losses(lines, begun_again)]
+
+
+def losses(lines: Lines, begun_again: Collection[int] = ()) -> Iterator[tuple[int, int]]:
+    """Index of the first line of each attempt except the first, and how many steps it repeats; see `lost_steps`."""
+    reached, attempt = 0, None
+    for number, line in enumerate(lines):
         if attempt is not None and line["attempt"] != attempt:
             # An attempt that begins with step s takes the steps s to `reached` again.
-            lost.append(0 if line["attempt"] in begun_again else max(0, reached - line["step"] + 1))
+            yield number, 0 if line["attempt"] in begun_again else max(0, reached - line["step"] + 1)
             reached = 0 if line["attempt"] in begun_again else reached
         attempt, reached = line["attempt"], max(reached, line["step"])
-    return lost
 
 
 def undone(lines: Lines, events: Lines) -> set[int]:
@@ -140,16 +144,16 @@ def _wrong_resumes(events: Lines, damaged: Sequence[DamagedStep]) -> Iterator[st
 
 def _new_beginnings(lines: Lines, events: Lines) -> Iterator[str]:
     """An attempt that began at step 1 although an earlier one had saved, and nobody gave that up."""
-    begun_again = _begun_again(events)
+    again = begun_again(events)
     saved = [event["attempt"] for event in events if event["event"] == "checkpoint"]
     for line in lines:
         attempt = line["attempt"]
-        since = max((number for number in begun_again if number <= attempt), default=0)
+        since = max((number for number in again if number <= attempt), default=0)
         if line["step"] == 1 and "loss" in line and any(since <= number < attempt for number in saved):
             yield f"attempt {attempt} began again at step 1, though there were checkpoints"
 
 
-def _begun_again(events: Lines) -> set[int]:
+def begun_again(events: Lines) -> set[int]:
     """The attempts that were allowed to begin at step 1."""
     return {
         event["attempt"]
