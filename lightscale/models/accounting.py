@@ -18,6 +18,7 @@ LRPE_ANGLES = "LRPE angles"
 LABEL_HEAD = "label head"
 
 _EMBEDDING_WEIGHT, _OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
+_OUTPUT_BIAS = "output_layer.bias"
 # The first that is found in a parameter's name says what it is; shared parts say it themselves.
 _TERMS = {
     "word_embeddings.": EMBEDDING,
@@ -53,22 +54,34 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     shapes: Shapes = {} if model.patches is not None else {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
     if model.head is not None:
         shapes[_OUTPUT_WEIGHT] = (model.head.num_labels, d)
+        if model.head.bias:
+            shapes[_OUTPUT_BIAS] = (model.head.num_labels,)
     elif not model.tie_word_embeddings:
         shapes[_OUTPUT_WEIGHT] = (model.vocab_size, d)
     shapes |= {name: parameter.shape for name, parameter in _part_parameters(model).items()}
-    weighted_norm = model.norm == "rmsnorm"
+    of_norm = norm_parameters(model)
     for layer, mixer in enumerate(model.layers):
         block = f"decoder.layers.{layer}"
         own = mixer_spec(mixer).parameter_shapes(model, layer)
         shapes |= {f"{block}.self_attention.{name}": shape for name, shape in own.items()}
         # Gate and up stand in one matrix, as Megatron's gated layers have them.
+        inner = 2 * g if model.gated_linear_unit else g
         if g:
-            shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
-        if weighted_norm:
-            shapes |= {f"{block}.{norm}.weight": (d,) for norm in block_norms(model, mixer) if norm is not None}
-    if weighted_norm and model.final_norm:
-        shapes["decoder.final_layernorm.weight"] = (d,)
+            shapes |= {f"{block}.mlp.linear_fc1.weight": (inner, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
+        if model.mlp_bias:
+            shapes |= {f"{block}.mlp.linear_fc1.bias": (inner,), f"{block}.mlp.linear_fc2.bias": (d,)}
+        norms = [norm for norm in block_norms(model, mixer) if norm is not None]
+        shapes |= {f"{block}.{norm}.{name}": (d,) for norm in norms for name in of_norm}
+    if model.final_norm:
+        shapes |= {f"decoder.final_layernorm.{name}": (d,) for name in of_norm}
     return shapes
+
+
+def norm_parameters(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the parameters, of d numbers each, that the norm of a block has."""
+    if model.norm_elementwise_affine:
+        return "weight", "bias"
+    return ("weight",) if model.norm == "rmsnorm" else ()
 
 
 def block_norms(model: ModelConfig, mixer: str) -> tuple[str | None, ...]:
@@ -93,7 +106,8 @@ def parameter_terms(model: ModelConfig) -> dict[str, int]:
     of_parts = _part_parameters(model)
     for name, shape in parameter_shapes(model).items():
         term = of_parts[name].term if name in of_parts else _term(name)
-        terms[LABEL_HEAD if name == _OUTPUT_WEIGHT and model.head is not None else term] += prod(shape)
+        is_head = name == _OUTPUT_BIAS or (name == _OUTPUT_WEIGHT and model.head is not None)
+        terms[LABEL_HEAD if is_head else term] += prod(shape)
     return dict(terms)
 
 
@@ -140,7 +154,8 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     """Global names of the parameters that tensor ranks do not split, of mixers and parts; norms are others."""
     whole = {name for name, parameter in _part_parameters(model).items() if parameter.split_dim is None}
     if model.head is not None:
-        whole.add(_OUTPUT_WEIGHT)
+        whole |= {_OUTPUT_WEIGHT, _OUTPUT_BIAS}
+    whole |= {f"decoder.layers.{layer}.mlp.linear_fc2.bias" for layer in range(model.num_layers)}
     for layer, mixer in enumerate(model.layers):
         names = mixer_spec(mixer).whole_parameters(model, layer)
         whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in names}
@@ -151,7 +166,7 @@ def _stages(name: str, stage_of: dict[int, int], *, last: int, tied: bool) -> Co
     """Those that hold the parameter."""
     if match := _LAYER.match(name):
         return {stage_of[int(match[1])]}
-    if name == _OUTPUT_WEIGHT:
+    if name in (_OUTPUT_WEIGHT, _OUTPUT_BIAS):
         return {last}
     if name == _EMBEDDING_WEIGHT and tied:
         # Once where one stage is both the first and the last.

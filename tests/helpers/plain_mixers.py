@@ -169,7 +169,8 @@ def lion(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
     if options.scale:
         scores = scores / (scores.sum(dim=-1, keepdim=True) + options.eps)
     o = plain.concatenated(torch.einsum("hcij, hjc -> hic", scores, v))
-    return (o if options.scale else plain.norm(model, o)) @ weights["out_proj.weight"].T
+    o = o if options.scale else plain.norm(model, o)
+    return o @ weights["out_proj.weight"].T + weights.get("out_proj.bias", 0.0)
 
 
 def _lion_features(x: Tensor, kind: str) -> Tensor:

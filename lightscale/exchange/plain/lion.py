@@ -27,6 +27,8 @@ class LionForm:
     """Whether outputs are divided by the sums of their scores; otherwise a norm over all heads follows."""
     eps: float = 1e-6
     """Added to those sums."""
+    attention_bias: str = "none"
+    """Projections with a bias: none, qkv, or all, outputs too."""
     gate: str = "leave"
     """Of two tokens whose decay counts between them, either way: that of the one that is left, or entered ("enter")."""
     input_gate: bool = False
@@ -63,9 +65,11 @@ class LionLITMixer(HeadMixer):
     """
 
     def __init__(self, hidden_size: int, num_heads: int, *, lion: LionForm | None = None, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, num_heads, eps=eps)
-        self.lion = lion or LionForm(feature_map="elu")
-        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        lion = lion or LionForm(feature_map="elu")
+        biases = lion.attention_bias != "none", lion.attention_bias == "all"
+        super().__init__(hidden_size, num_heads, eps=eps, bias=biases[0], output_bias=biases[1])
+        self.lion = lion
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=biases[0])
 
     def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same, and no state."""

@@ -6,7 +6,8 @@
 (arXiv 2502.16249, equations 20 to 25.) LION-LIT has no decay, LION-RetNet a fixed one per head, and LION-S one per head
 and token, a = σ(x W_a + b). The scaling comes after the mask, and ε is added once to the sum over both directions and
 all sequence ranks. There are neither positions nor an output gate, because decays encode positions. By an option LION-S
-has a decay for each value channel (C.7, equation 136), and then as many sums.
+has a decay for each value channel (C.7, equation 136), and then as many sums. ``attention_bias``: projections have a
+bias, as in the vision transformers of the authors' code.
 """
 
 import functools
@@ -86,9 +87,10 @@ class LionLIT(Mixer):
         self.form: dict[str, Any] = {"normalize": own.scale, "eps": own.eps}
         # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads. The
         # queries are projected apart, while the states travel.
-        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=self.group)
-        self.q_proj = column_parallel(config, d, d, std=std, group=self.group)
-        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
+        bias, group = own.attention_bias, self.group
+        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=group, bias=bias != "none")
+        self.q_proj = column_parallel(config, d, d, std=std, group=group, bias=bias != "none")
+        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group, bias=bias == "all")
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""

@@ -10,22 +10,30 @@ class LionLITSpec(MixerSpec):
     """Four projections, no gate, no positions."""
 
     operator = "lion"
+    whole_on_tensor_ranks = frozenset({"out_proj.bias"})
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections."""
-        d = model.hidden_size
-        return {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+        """Projections, and by an option their biases."""
+        d, bias = model.hidden_size, lion_options(model, layer).attention_bias
+        shapes: Shapes = {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+        if bias != "none":
+            shapes |= {"kv_proj.bias": (2 * d,), "q_proj.bias": (d,)}
+        return shapes | {"out_proj.bias": (d,)} if bias == "all" else shapes
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
-        """Keys and values stand in one matrix."""
-        return {
-            "q": ParameterRows(parameter="q_proj.weight"),
-            "k": rows_by_head("kv_proj.weight", 0, model.num_heads, model.head_dim),
-            "v": rows_by_head("kv_proj.weight", 1, model.num_heads, model.head_dim),
-            "o": ParameterRows(parameter="out_proj.weight"),
-        }
+        """Keys and values stand in one matrix; roles of biases are called after those of the weights: ``q_bias``, …"""
+        found: dict[str, ParameterRows] = {}
+        bias = lion_options(model, layer).attention_bias
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            if suffix and bias == "none":
+                continue
+            keys, values = (rows_by_head(f"kv_proj.{kind}", n, model.num_heads, model.head_dim) for n in (0, 1))
+            found |= {f"q{suffix}": ParameterRows(parameter=f"q_proj.{kind}"), f"k{suffix}": keys, f"v{suffix}": values}
+            if not suffix or bias == "all":
+                found[f"o{suffix}"] = ParameterRows(parameter=f"out_proj.{kind}")
+        return found
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:

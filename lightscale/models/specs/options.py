@@ -100,6 +100,8 @@ class LionOptions(Section):
     """Divide outputs by the sum of their scores; false: an RMS norm over all heads instead, as in RetNet."""
     eps: PositiveOrZero = 1e-6
     """Added to that sum, once."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Projections with a bias: queries, keys and values, or also outputs, as in ViT."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
