@@ -40,7 +40,7 @@ from lightscale.exchange.plain.model import (
     MaskedModel,
     Shape,
 )
-from lightscale.exchange.plain.patches import ImageForm, PatchEmbedding
+from lightscale.exchange.plain.patches import ImageInputs, PatchMap
 from lightscale.exchange.plain.relation import BiRNMixer, CausalRNMixer, RelationForm
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling, SoftmaxMixer
 from lightscale.exchange.plain.toeplitz import ToeplitzEncoding, ToeplitzForm
@@ -64,7 +64,7 @@ __all__ = [
     "HGRN2Form",
     "HGRN2Mixer",
     "ImageClassifier",
-    "ImageForm",
+    "ImageInputs",
     "KimiDeltaMixer",
     "LightNetForm",
     "LightNetMixer",
@@ -74,7 +74,7 @@ __all__ = [
     "LionSMixer",
     "MaskedModel",
     "Norm",
-    "PatchEmbedding",
+    "PatchMap",
     "Perceptron",
     "PositionTable",
     "RelationForm",

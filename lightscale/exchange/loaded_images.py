@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightscale.errors import UserError
 from lightscale.exchange.plain.model import ImageClassifier
-from lightscale.exchange.plain.patches import ImageForm
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.exchange.plain.units import pooled
 from lightscale.files import read_regular
 
@@ -45,7 +45,7 @@ class ImageModel:
         return self.module.score.weight.device
 
     @property
-    def form(self) -> ImageForm:
+    def form(self) -> ImageInputs:
         """Size and patches of the images in training."""
         assert self.module.shape.image is not None
         return self.module.shape.image

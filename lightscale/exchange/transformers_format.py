@@ -93,7 +93,7 @@ def _vit_tensors(
             name=place.key,
             dtype=dtype,
             shape=own_vit.file_shape(place.key, sizes[name], image),
-            blocks=(own_vit.as_convolution(place.key, block, image) for block in run.tensors.blocks(run.rows[name])),
+            blocks=own_vit.file_blocks(place.key, run.tensors.blocks(run.rows[name]), image),
         )
         for name, place in places.items()
     ]

@@ -25,8 +25,8 @@ from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_
 from lightscale.models.layers.linear import (
     ACTIVATIONS,
     GatedLinearUnit,
+    LinearUnit,
     OutputLayer,
-    Perceptron,
     leave_unset,
     soft_capped,
     tokens_of_channels,
@@ -136,7 +136,7 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> Mo
         parts["input_layernorm"] = norm
     if model.intermediate_size:
         # A class, not a spec of one, of which Megatron would warn that it does not know it.
-        parts["mlp"] = GatedLinearUnit if model.gated_linear_unit else Perceptron
+        parts["mlp"] = GatedLinearUnit if model.gated_linear_unit else LinearUnit
         if has_post:
             parts["mlp_bda"] = ModuleSpec(module=PostNorm, params=of_output)
         if has_pre:

@@ -27,6 +27,7 @@ from lightscale.data_pipeline.tokenizers import NoText
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
+from lightscale.models.layers.patch_orders import alternating_orders
 from lightscale.models.resolution import interpolated, set_grid
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
@@ -96,6 +97,20 @@ MODELS = {
     ),
     "lightnet": model_of(0, mixer="lightnet", mixer_options={"lightnet": {"causal": False, "learned_angles": True}}),
     "lion": model_of(mixer=["lion-lit", "lion-retnet", "lion-s", "lion-s"], num_layers=4, norm="rmsnorm"),
+    "orders": model_of(
+        mixer=["lion-retnet", "lion-s"],
+        norm="rmsnorm",
+        mixer_options={
+            "lion-retnet": {"patch_order": "alternating", "scale": False},
+            "lion-s": {"patch_order": "alternating", "gate": "enter", "eps": 0.1},
+        },
+    ),
+    "orders of vectors": model_of(
+        0,
+        mixer="lion-s",
+        norm="rmsnorm",
+        mixer_options={"lion-s": {"patch_order": "alternating", "vector_decay": True}},
+    ),
     "bi-rn": model_of(pooling="last", learned=True, mixer="bi-rn", norm="layernorm", intermediate_size=0),
     "causal": model_of(0, "last", mixer=["tnl", "lightnet"]),
 }
@@ -442,6 +457,18 @@ def test_the_model_is_the_plain_one(one_rank: dict[str, dict[str, Any]], name: s
     assert shapes == parameter_shapes(MODELS[name])
 
 
+def test_two_orders_of_patches_on_two_sequence_ranks(
+    run_ranks: RunRanks, store: Path, one_rank: dict[str, dict[str, Any]]
+) -> None:
+    """Half of an image's tokens on each rank, which is half of no order."""
+    cases = [("orders", {"sequence": 2}), ("orders of vectors", {"sequence": 2, "recompute": "full"})]
+    for found in run_ranks(by_the_engine, 2, store, cases, timeout_s=300):
+        for (name, _), one in zip(cases, found, strict=True):
+            assert one["loss"] == pytest.approx(one_rank[name]["loss"], rel=1e-12)
+            for key, gradient in one["gradients"].items():
+                assert parity.error(gradient, one_rank[name]["gradients"][key]) < 1e-10, (name, key)
+
+
 @pytest.mark.long
 def test_two_ranks_equal_one(run_ranks: RunRanks, store: Path, one_rank: dict[str, dict[str, Any]]) -> None:
     """Every axis and every model; loss, top-1 and top-5, and every gradient."""
@@ -545,6 +572,20 @@ def test_published_sizes_have_the_printed_counts(name: str, printed: float) -> N
     assert config.model.image_shape == (224, 224, 3)
 
 
+@pytest.mark.parametrize(("size", "printed"), [("tiny", 5.5), ("small", 21.7)])
+@pytest.mark.parametrize("mixer", ["vit", "lion-lit", "lion-retnet", "lion-s", "lion-s-alternating"])
+def test_lions_printed_sizes_are_those_of_100_classes(mixer: str, size: str, printed: float) -> None:
+    """Of its section 5.3; LION-LIT and LION-RetNet, small, are 21.63."""
+    config = load(f"{mixer}-imagenet-{size}", ["model.head.num_labels=100"])
+    assert sum(parameter_terms(config.model).values()) / 1e6 == pytest.approx(printed, abs=0.08)
+
+
+def test_orders_of_patches_by_hand() -> None:
+    """The pictures of LION's figure 7, of 3 rows and 2 columns behind a class token."""
+    found = alternating_orders(GridConfig(shape=[3, 2], leading_tokens=1)).tolist()
+    assert found == [[0, 1, 2, 4, 3, 5, 6], [0, 1, 3, 5, 6, 4, 2]]
+
+
 OTHER_GRID = [3, 5]
 
 
@@ -646,6 +687,10 @@ RUN: dict[str, Any] = {
         ({"model": {"head": None}}, "model.patches without model.head"),
         ({"model": {"patches": {"size": [2, 2], "mean": [0.1, 0.2]}}}, "model.patches.mean has 2 numbers for 3"),
         ({"model": {"embedding_multiplier": 2.0}}, "model.embedding_multiplier = 2.0 with model.patches"),
+        (
+            {"model": {"mixer": "lion-lit", "mixer_options": {"lion-lit": {"patch_order": "alternating"}}}},
+            'patch_order = "alternating": without decays all orders give the same',
+        ),
     ],
 )
 def test_configurations_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:

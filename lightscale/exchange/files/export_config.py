@@ -34,7 +34,7 @@ from lightscale.exchange.files.weights import TensorRows, form_of
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LION_MIXERS, LionForm
 from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
-from lightscale.exchange.plain.patches import ImageForm
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.exchange.plain.relation import RELATION_MIXERS
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
 from lightscale.exchange.plain.toeplitz import ToeplitzForm
@@ -89,6 +89,7 @@ class _Lion(Exact):
     input_gate: bool
     vector_decay: bool = False
     attention_bias: Literal["none", "qkv", "all"] = "none"
+    patch_order: Literal["raster", "alternating"] = "raster"
 
 
 class _ScalarDecay(Exact):
@@ -118,7 +119,7 @@ class _Toeplitz(Exact):
 
 
 class _Image(Exact):
-    """``ImageForm``."""
+    """``ImageInputs``."""
 
     grid: Annotated[list[Width], Field(min_length=2, max_length=2)]
     patch_size: Annotated[list[Width], Field(min_length=2, max_length=2)]
@@ -127,9 +128,9 @@ class _Image(Exact):
     image_mean: Annotated[list[float], Field(min_length=1, max_length=3)]
     image_std: Annotated[list[Positive], Field(min_length=1, max_length=3)]
 
-    def form(self) -> ImageForm:
+    def form(self) -> ImageInputs:
         (rows, columns), (height, width) = self.grid, self.patch_size
-        return ImageForm(
+        return ImageInputs(
             grid=(rows, columns),
             patch_size=(height, width),
             num_channels=self.num_channels,
@@ -412,6 +413,9 @@ def _check_lion(shape: Shape, path: Path) -> None:
     if mixers != {*shape.lion}:
         raise UserError(f"{path}: lion describes {', '.join(shape.lion) or 'nothing'}, mixers has {', '.join(mixers)}")
     for name, lion in shape.lion.items():
+        if lion.patch_order != "raster" and (shape.image is None or name == "lion-lit"):
+            why = "lion-lit has no decays" if name == "lion-lit" else "the model reads no images"
+            raise UserError(f"{path}: lion.{name}.patch_order = {lion.patch_order!r}: {why}; use 'raster'")
         if lion.vector_decay and (name != "lion-s" or lion.input_gate):
             raise UserError(
                 f"{path}: lion.{name}.vector_decay = true: only lion-s supports it, with input_gate = false"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightscale.errors import UserError
-from lightscale.exchange.plain.patches import ImageForm
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.files import open_regular
 from lightscale.training.checkpoints.reading import parse_object
 from lightscale.training.checkpoints.schema import checked
@@ -31,7 +31,7 @@ class _Processor(BaseModel):
     image_std: _Std = [0.5, 0.5, 0.5]
 
 
-def image_processor(image: ImageForm) -> str:
+def image_processor(image: ImageInputs) -> str:
     """The text of the file: images are scaled to the model's size, and their values as in training."""
     height, width = image.image_size
     content: dict[str, Any] = {

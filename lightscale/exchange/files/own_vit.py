@@ -4,7 +4,7 @@ Files have the names of published models (google/vit-base-patch16-224), which al
 of patches is a convolution there, whose channels precede the pixels.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from lightscale.exchange.files.image_processor import read_scaling
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
 from lightscale.exchange.plain.model import Shape
-from lightscale.exchange.plain.patches import ImageForm
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.exchange.plain.softmax_mixer import Attention
 from lightscale.training.checkpoints.directories import WEIGHTS_PREFIX
 from lightscale.training.checkpoints.header import Entry
@@ -97,7 +97,7 @@ def read(content: dict[str, Any], path: Path) -> Shape:
     if height % h or width % w:
         raise UserError(f"{path}: patch_size = {own.patch_size} does not divide image_size = {own.image_size}")
     mean, std = read_scaling(path.parent, own.num_channels)
-    image = ImageForm(
+    image = ImageInputs(
         grid=(height // h, width // w),
         patch_size=(h, w),
         num_channels=own.num_channels,
@@ -108,7 +108,7 @@ def read(content: dict[str, Any], path: Path) -> Shape:
     return _shape(own, image)
 
 
-def _shape(own: _ViT, image: ImageForm) -> Shape:
+def _shape(own: _ViT, image: ImageInputs) -> Shape:
     return Shape(
         vocab_size=0,
         hidden_size=own.hidden_size,
@@ -131,7 +131,7 @@ def _shape(own: _ViT, image: ImageForm) -> Shape:
     )
 
 
-def _keys(shape: Shape, image: ImageForm) -> dict[str, Any]:
+def _keys(shape: Shape, image: ImageInputs) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     (height, width), (h, w) = image.image_size, image.patch_size
     return {
@@ -179,18 +179,20 @@ def places(shape: Shape) -> dict[str, TensorRows]:
     return found
 
 
-def file_shape(key: str, plain: tuple[int, ...], image: ImageForm) -> tuple[int, ...]:
+def file_shape(key: str, plain: tuple[int, ...], image: ImageInputs) -> tuple[int, ...]:
     """Of the tensor ``key`` in a file, where the plain model has the shape ``plain``."""
     if key == _CONVOLUTION:
         return (plain[0], image.num_channels, *image.patch_size)
     return (1, *plain) if key.endswith(("cls_token", "position_embeddings")) else plain
 
 
-def as_convolution(key: str, block: Tensor, image: ImageForm) -> Tensor:
-    """Some rows of the tensor ``key`` of the plain model, as files have them."""
-    if key != _CONVOLUTION:
-        return block
-    return block.view(-1, *image.patch_size, image.num_channels).permute(0, 3, 1, 2).contiguous()
+def file_blocks(key: str, blocks: Iterable[Tensor], image: ImageInputs) -> Iterator[Tensor]:
+    """Rows of the tensor ``key`` of the plain model, some at a time, as files have them."""
+    for block in blocks:
+        if key != _CONVOLUTION:
+            yield block
+            continue
+        yield block.view(-1, *image.patch_size, image.num_channels).permute(0, 3, 1, 2).contiguous()
 
 
 def plain_entries(headers: Mapping[str, Sequence[Entry]]) -> dict[str, list[Entry]]:
@@ -216,7 +218,7 @@ def _plain_entry(entry: Entry) -> Entry:
 class ViTTensors(StoredTensors):
     """Tensors of such files, read as the plain model has them; ``image``: of the model."""
 
-    image: ImageForm
+    image: ImageInputs
 
     def blocks(self, rows: TensorRows) -> Generator[Tensor]:
         """See ``StoredTensors``."""

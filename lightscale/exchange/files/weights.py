@@ -30,7 +30,7 @@ from lightscale.exchange.plain.model import (
     Shape,
     model_of,
 )
-from lightscale.exchange.plain.patches import ImageForm
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.exchange.plain.relation import RelationForm
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
 from lightscale.exchange.plain.toeplitz import ToeplitzForm
@@ -211,16 +211,16 @@ def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
     if head is None:
         return {"task": task}
     of_head = {"num_labels": head.num_labels, "pooling": head.pooling, "head_bias": head.bias}
-    image = image_form(model)
+    image = image_inputs(model)
     return {**of_head, "task": "classify"} if image is None else {**of_head, "task": "classify-image", "image": image}
 
 
-def image_form(model: ModelConfig) -> ImageForm | None:
+def image_inputs(model: ModelConfig) -> ImageInputs | None:
     """How ``model`` reads images; None: it reads ids."""
     if model.patches is None or model.grid is None:
         return None
     (rows, columns), (height, width) = model.grid.shape, model.patches.size
-    return ImageForm(
+    return ImageInputs(
         grid=(rows, columns),
         patch_size=(height, width),
         num_channels=model.patches.channels,

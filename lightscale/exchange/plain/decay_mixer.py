@@ -47,7 +47,7 @@ class DecayMixer(HeadMixer):
     k_conv: nn.Parameter
     v_conv: nn.Parameter
 
-    reads_coordinates = True
+    of_images = ("coordinates",)
 
     def __init__(
         self,

@@ -116,8 +116,8 @@ class GatedForm:
 class GatedOutputMixer(HeadMixer):
     """With a gate, mostly low-rank, on the normalised output: W_o (norm(o) * sigmoid(x W_down W_up))."""
 
-    reads_coordinates = True
-    """Whether ``forward`` takes (b, n, axes), the coordinates of tokens, for the angles of its positions."""
+    of_images = ("coordinates",)
+    """What ``forward`` takes of images: ``coordinates`` (b, n, axes) of tokens, for the angles of its positions."""
     form: GatedForm
 
     def __init__(

@@ -21,7 +21,7 @@ from lightscale.exchange.plain.mixers import (
     TNLForm,
     TNLMixer,
 )
-from lightscale.exchange.plain.patches import ImageForm, PatchEmbedding, coordinates, interpolated
+from lightscale.exchange.plain.patches import ImageInputs, PatchMap, alternating_orders, coordinates, interpolated
 from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
 from lightscale.exchange.plain.softmax_mixer import Attention, SoftmaxMixer
 from lightscale.exchange.plain.toeplitz import ToeplitzEncoding, ToeplitzForm
@@ -119,7 +119,7 @@ class Shape:
     """What a classifier sees of a row: the mean of its tokens' states, or that of the first or last."""
     head_bias: bool = False
     """Whether its output layer has a bias."""
-    image: ImageForm | None = None
+    image: ImageInputs | None = None
     """Of a model that reads images, how; None: it reads token ids."""
 
     def reads_both_ways(self) -> bool:
@@ -204,7 +204,7 @@ class Block(nn.Module):
             self.add_module(name, block_norm(shape))
         self.mixer = make_mixer(shape, layer)
         self.reads_raw = getattr(self.mixer, "reads_raw", False)
-        self.reads_coordinates = getattr(self.mixer, "reads_coordinates", False)
+        self.of_images = getattr(self.mixer, "of_images", ())
         if self.has_unit:
             of_unit: dict[str, Any] = {"activation": shape.glu_activation, "bias": shape.mlp_bias}
             unit = GatedUnit if shape.gated_linear_unit else Perceptron
@@ -220,8 +220,9 @@ class Block(nn.Module):
         """x: (b, n, d) -> the same and the mixer's state. ``of_model``: what a mixer takes from the model."""
         if self.reads_raw:
             of_model["raw"] = x
-        if not self.reads_coordinates:
-            of_model.pop("coordinates", None)
+        for name in ("coordinates", "orders"):
+            if name not in self.of_images:
+                of_model.pop(name, None)
         mixed, left = self.mixer(self.normed(x, 0), state, mask, **of_model)
         x = x + self.normed(mixed, 1)
         return (x + self.normed(self.mlp(self.normed(x, 2)), 3) if self.has_unit else x), left
@@ -242,7 +243,7 @@ class Decoder(nn.Module):
             rows = shape.vocab_size
             self.embed_tokens = TokenEmbedding(rows, shape.hidden_size, multiplier=shape.embedding_multiplier)
         else:
-            self.embed_patches = PatchEmbedding(shape.image, shape.hidden_size)
+            self.embed_patches = PatchMap(shape.image, shape.hidden_size)
         d, self.positions, self.tpe, self.lower_bounds = shape.hidden_size, None, None, None
         axes = 1 if shape.image is None else 2
         if shape.learned_positions:
@@ -388,10 +389,11 @@ class ImageDecoder(Decoder):
         if self.tpe is not None:
             x = self.tpe.along_axes(x, grid)
         states: list[State | None] = [None] * (1 + len(self.layers))
-        return self.layers_output(x, states, [{}], coordinates=coordinates(grid, x.device))[0]
+        orders = alternating_orders(grid, x.device)
+        return self.layers_output(x, states, [{}], coordinates=coordinates(grid, x.device), orders=orders)[0]
 
     @property
-    def image(self) -> ImageForm:
+    def image(self) -> ImageInputs:
         """That of training."""
         return self.embed_patches.image
 

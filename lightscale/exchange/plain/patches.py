@@ -11,7 +11,7 @@ from lightscale.exchange.plain.operators import wide_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageForm:
+class ImageInputs:
     """How a model reads images: its tokens are ``leading_tokens``, and patches row by row."""
 
     grid: tuple[int, int]
@@ -42,13 +42,25 @@ class ImageForm:
         return -self.leading_tokens % self.grid[1]
 
 
-def coordinates(image: ImageForm, device: torch.device) -> Tensor:
+def coordinates(image: ImageInputs, device: torch.device) -> Tensor:
     """(1, n, 2) int64: row and column of each token; leading tokens stand in rows above the patches, none below 0."""
     cells = torch.arange(image.tokens, device=device)[None] + image.first_cell
     return torch.stack([cells // image.grid[1], cells % image.grid[1]], dim=-1)
 
 
-def interpolated(table: Tensor, image: ImageForm, other: ImageForm) -> Tensor:
+def alternating_orders(image: ImageInputs, device: torch.device) -> Tensor:
+    """(2, n) int64: the tokens along rows and along columns, every second of them backwards; leading tokens first."""
+    rows, columns = image.grid
+    cells = image.leading_tokens + torch.arange(rows * columns, device=device).view(rows, columns)
+    leading = torch.arange(image.leading_tokens, device=device)
+    orders = []
+    for lines in (cells, cells.T):
+        turned = torch.stack([line.flip(0) if number % 2 else line for number, line in enumerate(lines)])
+        orders.append(torch.cat([leading, turned.flatten()]))
+    return torch.stack(orders)
+
+
+def interpolated(table: Tensor, image: ImageInputs, other: ImageInputs) -> Tensor:
     """Learned vectors (tokens, d) of ``image`` as those of a grid of another size, by bicubic interpolation (ViT's).
 
     Leading tokens keep theirs.
@@ -59,7 +71,7 @@ def interpolated(table: Tensor, image: ImageForm, other: ImageForm) -> Tensor:
     return torch.cat([leading, found.flatten(2)[0].T.to(table.dtype)])
 
 
-class PatchEmbedding(nn.Module):
+class PatchMap(nn.Module):
     """x = W p + b of a patch p, its pixels row by row with the channels last, and learned vectors before the patches.
 
     Args:
@@ -67,7 +79,7 @@ class PatchEmbedding(nn.Module):
         hidden_size: d.
     """
 
-    def __init__(self, image: ImageForm, hidden_size: int) -> None:
+    def __init__(self, image: ImageInputs, hidden_size: int) -> None:
         super().__init__()
         self.image = image
         self.projection = nn.Linear(math.prod(image.patch_size) * image.num_channels, hidden_size)
@@ -75,7 +87,7 @@ class PatchEmbedding(nn.Module):
         self.leading: nn.Parameter | None
         self.register_parameter("leading", leading)
 
-    def forward(self, pixel_values: Tensor, *, any_size: bool = False) -> tuple[Tensor, ImageForm]:
+    def forward(self, pixel_values: Tensor, *, any_size: bool = False) -> tuple[Tensor, ImageInputs]:
         """pixel_values: (b, channels, height, width) -> (b, n, d), and the form of these images.
 
         ValueError for images of another size than in training, unless ``any_size``: then patches divide theirs.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightscale.exchange.plain.mixers import State
 from lightscale.exchange.plain.operators import toeplitz_scan, wide_dtype
-from lightscale.exchange.plain.patches import ImageForm
+from lightscale.exchange.plain.patches import ImageInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class ToeplitzEncoding(nn.Module):
         y, u = toeplitz_scan(x, log_decay, gamma, u, mask)
         return (y if self.gamma is None else x + y), {"u": u}
 
-    def along_axes(self, x: Tensor, image: ImageForm) -> Tensor:
+    def along_axes(self, x: Tensor, image: ImageInputs) -> Tensor:
         """x: (b, n, d), tokens of images -> the same; along each axis a line of tokens is a row of its own."""
         b, _, d = x.shape
         num_modes = self.decay_logit.size(-1)

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LionForm
 from lightscale.exchange.plain.model import FORMS, Shape
-from lightscale.exchange.plain.patches import ImageForm
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
 from lightscale.exchange.plain.toeplitz import ToeplitzForm
 
@@ -59,7 +59,7 @@ class LightscaleConfig(PreTrainedConfig):
         self.glu_activation, self.norm, self.rms_norm_eps = glu_activation, norm, rms_norm_eps
         self.gated_linear_unit, self.mlp_bias = gated_linear_unit, mlp_bias
         self.norm_elementwise_affine, self.head_bias = norm_elementwise_affine, head_bias
-        # The fields of ``ImageForm``, of a model that reads images.
+        # The fields of ``ImageInputs``, of a model that reads images.
         self.image = image
         self.norm_placement, self.zero_centered_norm = norm_placement, zero_centered_norm
         self.embedding_multiplier, self.final_logit_cap = embedding_multiplier, final_logit_cap
@@ -118,6 +118,7 @@ def _attention(table: dict[str, Any]) -> Attention:
     return Attention(**table | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
 
 
-def _image(table: dict[str, Any]) -> ImageForm:
+def _image(table: dict[str, Any]) -> ImageInputs:
     # Lists of numbers, as JSON has them.
-    return ImageForm(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    return ImageInputs(**fields)

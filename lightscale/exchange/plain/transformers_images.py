@@ -32,7 +32,7 @@ class LightscaleImageModel(RecomputedLayers, ImageDecoder, LightscalePreTrainedM
         return found
 
     @can_return_tuple
-    def forward(  # type: ignore[override]
+    def forward(
         self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = None, **more: Any
     ) -> BaseModelOutput:
         """Activations (b, n, d) of pixel_values (b, channels, height, width), as the image processor gives them.

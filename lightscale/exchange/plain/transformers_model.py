@@ -27,7 +27,7 @@ from lightscale.exchange.plain.mixers import (
     wavelengths,
 )
 from lightscale.exchange.plain.model import Decoder
-from lightscale.exchange.plain.patches import PatchEmbedding
+from lightscale.exchange.plain.patches import PatchMap
 from lightscale.exchange.plain.softmax_mixer import QueryKeyNorm
 from lightscale.exchange.plain.toeplitz import ToeplitzEncoding
 from lightscale.exchange.plain.transformers_config import LightscaleConfig
@@ -159,7 +159,7 @@ class LightscalePreTrainedModel(PreTrainedModel):
             nn.init.constant_(module.weight, 0.0 if module.zero_centered else 1.0)
             if isinstance(module, Norm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, PatchEmbedding) and module.leading is not None:
+        elif isinstance(module, PatchMap) and module.leading is not None:
             nn.init.normal_(module.leading, std=std)
         elif isinstance(module, BoundTable):
             nn.init.ones_(module.table)
@@ -170,7 +170,8 @@ class LightscalePreTrainedModel(PreTrainedModel):
             if module.gamma is not None:
                 nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes * axes))
         elif isinstance(module, (TNLMixer, LightNetMixer)) and module.theta is not None:
-            module.theta.copy_(wavelengths(*module.theta.shape, axes=1 if self.config.image is None else 2))
+            heads, width = module.theta.shape
+            module.theta.copy_(wavelengths(heads, width, axes=1 if self.config.image is None else 2))
         elif isinstance(module, (DecayMixer, DeltaNetMixer)):
             module.begin()
         elif isinstance(module, CosFormer2Mixer):

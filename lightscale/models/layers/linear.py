@@ -141,7 +141,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Those of linear units, by name, for Megatron's configuration."""
 
 
-class Perceptron(MLP):
+class LinearUnit(MLP):
     """Megatron's feed-forward layer, x -> W_2 activation(W_1 x), by an option with biases.
 
     (n / tensor, b, d) -> (n / tensor, b, d).
@@ -166,7 +166,7 @@ class Perceptron(MLP):
         return ACTIVATIONS[self.activation](projected)
 
 
-class GatedLinearUnit(Perceptron):
+class GatedLinearUnit(LinearUnit):
     """x -> W_2 (activation(gate) * up), its product in one pass; gate and up come from one projection."""
 
     def activated(self, projected: Tensor) -> Tensor:

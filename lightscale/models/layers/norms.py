@@ -63,6 +63,9 @@ class LayerNorm(SRMSNorm):
 class AffineLayerNorm(nn.Module):
     """LayerNorm with a weight and a bias (arXiv 1607.06450), as in ViT and BERT."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
