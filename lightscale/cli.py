@@ -79,6 +79,10 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.launch.commands.predict", help="fill masks, classify or embed documents with a model"
     ),
     "draw": Command(module="lightscale.launch.commands.draw", help="draw images with a diffusion transformer"),
+    "resolutions": Command(
+        module="lightscale.launch.commands.resolutions",
+        help="measure accuracy, speed and memory of image classifiers over image sizes",
+    ),
     "generate": Command(module="lightscale.launch.commands.generate", help="generate text with a model"),
     "chat": Command(module="lightscale.exchange.chat.command", help="talk with a model of conversations"),
     "export": Command(

@@ -29,8 +29,6 @@ from lightscale.exchange.plain.mixers import (
     State,
     TNLForm,
     TNLMixer,
-    ToeplitzEncoding,
-    ToeplitzForm,
     lower_bounds,
 )
 from lightscale.exchange.plain.model import (
@@ -38,14 +36,15 @@ from lightscale.exchange.plain.model import (
     CausalModel,
     Classifier,
     Decoder,
-    GatedUnit,
+    ImageClassifier,
     MaskedModel,
-    Norm,
-    PositionTable,
     Shape,
 )
+from lightscale.exchange.plain.patches import ImageInputs, PatchMap
 from lightscale.exchange.plain.relation import BiRNMixer, CausalRNMixer, RelationForm
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling, SoftmaxMixer
+from lightscale.exchange.plain.toeplitz import ToeplitzEncoding, ToeplitzForm
+from lightscale.exchange.plain.units import GatedUnit, Norm, Perceptron, PositionTable
 
 __all__ = [
     "Attention",
@@ -64,6 +63,8 @@ __all__ = [
     "GatedUnit",
     "HGRN2Form",
     "HGRN2Mixer",
+    "ImageClassifier",
+    "ImageInputs",
     "KimiDeltaMixer",
     "LightNetForm",
     "LightNetMixer",
@@ -73,6 +74,8 @@ __all__ = [
     "LionSMixer",
     "MaskedModel",
     "Norm",
+    "PatchMap",
+    "Perceptron",
     "PositionTable",
     "RelationForm",
     "RopeScaling",

@@ -62,6 +62,7 @@ LATE = {
     ("lightscale.data_pipeline.augmentation.augment", "lightscale.data_pipeline.augmentation.pillow"),
     ("lightscale.data_pipeline.augmentation.augment", "lightscale.data_pipeline.augmentation.rand_augment"),
     ("lightscale.data_pipeline.commands.images", "lightscale.data_pipeline.images.prepare"),
+    ("lightscale.exchange.loaded_images", "lightscale.data_pipeline.images.decode"),
     # Behind the checks of arguments and runs: they import torch.
     # Only where lm-eval is installed.
     ("lightscale.evaluation.harness.__main__", "lightscale.evaluation.harness.model"),
@@ -74,6 +75,8 @@ LATE = {
     # Triton is optional.
     ("lightscale.launch.doctor.warm", "lightscale.kernels.common.triton.tracing"),
     ("lightscale.launch.commands.model_ranks", "lightscale.launch.launcher.torchrun"),
+    ("lightscale.launch.commands.resolutions", "lightscale.evaluation.resolutions.measure"),
+    ("lightscale.launch.commands.resolutions", "lightscale.evaluation.resolutions.picture"),
     ("lightscale.launch.commands.train", "lightscale.launch.launcher.by_hand"),
     ("lightscale.launch.commands.train", "lightscale.launch.launcher.restart"),
     ("lightscale.launch.commands.train", "lightscale.launch.launcher.torchrun"),

@@ -61,6 +61,7 @@ _GATED = f"{_OPTIONS}:GatedMixerOptions"
 _DECAY_ATTENTION = "lightscale.models.specs.decay_attention"
 _DELTA_NET = "lightscale.models.specs.delta_net"
 _CHECK_DELTA_NET = f"{_DELTA_NET}:check_delta_net"
+_CHECK_LION = f"{_OPTIONS}:check_lion"
 _CHECK_RELATION = "lightscale.models.specs.relation:check_relation"
 _LLAMA = _built_in(
     "llama",
@@ -80,9 +81,15 @@ MIXERS: dict[str, MixerEntry] = {
     "llama": _LLAMA,
     # A second kind of softmax attention, for stacks of local and global layers: options are by name.
     "llama-local": _LLAMA,
-    "lion-lit": _built_in("lion", "LionLIT", options=f"{_OPTIONS}:LionLITOptions", directions=BIDIRECTIONAL),
-    "lion-retnet": _built_in("lion", "LionRetNet", options=f"{_OPTIONS}:LionOptions", directions=BIDIRECTIONAL),
-    "lion-s": _built_in("lion", "LionS", options=f"{_OPTIONS}:LionSOptions", directions=BIDIRECTIONAL),
+    "lion-lit": _built_in(
+        "lion", "LionLIT", options=f"{_OPTIONS}:LionLITOptions", directions=BIDIRECTIONAL, check=_CHECK_LION
+    ),
+    "lion-retnet": _built_in(
+        "lion", "LionRetNet", options=f"{_OPTIONS}:LionOptions", directions=BIDIRECTIONAL, check=_CHECK_LION
+    ),
+    "lion-s": _built_in(
+        "lion", "LionS", options=f"{_OPTIONS}:LionSOptions", directions=BIDIRECTIONAL, check=_CHECK_LION
+    ),
     "decay-attention": _built_in(
         "decay_attention",
         "DecayAttention",

@@ -39,6 +39,8 @@ class HeadConfig(Section):
     """Number of classes; labels run from 0 to num_labels - 1."""
     pooling: Pooling = "mean"
     """Input of the head: the mean over a document's tokens, or its first or last token."""
+    bias: bool = False
+    """Whether a bias is added to the logits, as in ViT and BERT."""
 
 
 class TPEConfig(Section):
@@ -153,11 +155,18 @@ class ModelConfig(Section):
     """Table of patches of images, for task.name = "classify-image"; none: tokens are ids."""
     diffusion: DiffusionConfig | None = None
     """Table of a diffusion transformer, for task.name = "diffusion"; none: nothing is conditioned."""
-    glu_activation: Literal["none", "silu", "gelu_tanh"] = "none"
-    """Activation of the gate in the gated linear unit; gelu_tanh: GELU by its formula with tanh, as in Gemma."""
+    gated_linear_unit: bool = True
+    """Whether blocks have a gated linear unit; false: two linear maps with the activation between them, as in ViT."""
+    glu_activation: Literal["none", "silu", "gelu", "gelu_tanh"] = "none"
+    """Activation of the gate in the gated linear unit, or between two linear maps; gelu_tanh: GELU by its formula with
+    tanh, as in Gemma."""
+    mlp_bias: bool = False
+    """Whether the linear maps of the gated linear unit, or the two in its place, have biases."""
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"] = "srmsnorm"
-    """Norm of each mixer, of each gated linear unit, and at the end. srmsnorm and layernorm have no weight;
-    layernorm also subtracts the mean (CausalRN)."""
+    """Norm of each mixer, of each gated linear unit, and at the end. srmsnorm has no weight; layernorm also subtracts
+    the mean, without a weight as in CausalRN."""
+    norm_elementwise_affine: bool = False
+    """Whether layernorm has a weight and a bias, as in ViT (PyTorch's elementwise_affine)."""
     norm_placement: Literal["pre", "post", "both", "by_mixer"] = "pre"
     """Norms in a block: pre, on the inputs of mixer and gated linear unit; post, on their outputs, before they join the
     residual stream (OLMo 2); both (Gemma 2); by_mixer, post with softmax attention, else pre (OLMo Hybrid)."""
@@ -296,6 +305,12 @@ class ModelConfig(Section):
                 f'model.zero_centered_norm = true with model.norm = "{self.norm}", which has no weight; use '
                 'model.norm = "rmsnorm"'
             )
+        if self.norm_elementwise_affine and self.norm != "layernorm":
+            raise ValueError(
+                f'model.norm_elementwise_affine = true with model.norm = "{self.norm}": it is an option of layernorm; '
+                'use model.norm = "layernorm"'
+            )
+        self._check_linear_unit()
         if self.final_logit_cap is not None and self.head is not None:
             raise ValueError(
                 f"model.final_logit_cap = {self.final_logit_cap} with model.head: logits of labels have no limit; "
@@ -326,6 +341,19 @@ class ModelConfig(Section):
                 f"pattern model.mixer = {self.mixer}; use {near_multiple(self.num_layers, period)}"
             )
         return self
+
+    def _check_linear_unit(self) -> None:
+        """Raise ValueError for two linear maps that are one, and for options of a unit that is not there."""
+        if self.intermediate_size == 0 and (not self.gated_linear_unit or self.mlp_bias):
+            key = "mlp_bias = true" if self.mlp_bias else "gated_linear_unit = false"
+            raise ValueError(
+                f"model.{key} with model.intermediate_size = 0, where blocks hold only the mixer; remove it"
+            )
+        if not self.gated_linear_unit and self.glu_activation == "none":
+            raise ValueError(
+                'model.gated_linear_unit = false with model.glu_activation = "none": two linear maps in a row are one; '
+                'use model.glu_activation = "gelu"'
+            )
 
     def _check_embedding(self) -> None:
         """Raise ValueError unless there is one kind of inputs: ids, or patches on a grid."""

@@ -5,6 +5,7 @@ DIR/model-….safetensors, model.safetensors.index.json   the weights, straight 
                                                         the second of models that generate
     modeling_lightscale.py                              the model in plain PyTorch; none for transformers' own or fla's
     tokenizer.json, tokenizer_config.json               the tokenizer as transformers reads it
+    preprocessor_config.json                            of images instead: how their pixels are scaled
     chat_template.jinja, chat.json                      of conversations: the template for transformers, and the run's
     tokenizer/, run.toml                                 tokenizer and configuration as the run has them
     README.md                                           the model card
@@ -152,6 +153,10 @@ def check_space(target: Path, num_bytes: int, shard_bytes: int) -> None:
 
 def _write_tokenizer(draft: Path, run: TrainedRun) -> tuple[str, ...]:
     """Write tokenizer and chat template; a sentence for what is not written."""
+    if run.shape.image is not None:
+        (draft / TOKENIZER).mkdir()
+        run.tokenizer.save(draft / TOKENIZER)
+        return ()
     eot = write_tokenizer(
         run.tokenizer,
         draft,

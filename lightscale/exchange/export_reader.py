@@ -7,16 +7,17 @@ from torch import Tensor
 
 from lightscale.data_pipeline.chat.prepared import Chat
 from lightscale.data_pipeline.chat.recorded import kept_template
-from lightscale.data_pipeline.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from lightscale.data_pipeline.tokenizers import HuggingFaceTokenizer, NoText, Tokenizer, load_tokenizer
 from lightscale.data_pipeline.tokenizers.interface import read_file
 from lightscale.errors import UserError
-from lightscale.exchange.files import export_config, tokenizer_files
+from lightscale.exchange.files import export_config, own_vit, tokenizer_files
 from lightscale.exchange.files.checksums import require_unchanged
 from lightscale.exchange.files.own_classes import renamed_and_recut, tensor_places, whole_shapes
 from lightscale.exchange.files.safetensors_files import INDEX, SINGLE, open_shard, read_shards
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, tensor_shapes
 from lightscale.exchange.plain.model import MIXER_NAMES, SOFTMAX_MIXERS, Shape
+from lightscale.training.checkpoints.header import Entry
 from lightscale.training.checkpoints.reading import parse_object
 
 TOKENIZER = "tokenizer"
@@ -58,7 +59,7 @@ class Export:
         """See ``OpenedModel``."""
         found = self.tensors.read(self.rows(name))
         # Convolutions (c, 1, w) of transformers' own classes.
-        return found.flatten(1) if found.dim() == 3 else found
+        return found.flatten(1) if self.places[name].key.endswith("conv1d.weight") else found
 
 
 def is_export(path: Path) -> bool:
@@ -87,21 +88,19 @@ def open_export(directory: Path) -> Export:
         name: [entry for entry in entries if not entry.box.key.endswith(_COMPUTED)]
         for name, entries in read_shards(directory).items()
     }
-    places = tensor_places(shape, own_type)
-    expected = whole_shapes(places, tensor_shapes(shape))
-    tensors = StoredTensors(directory, renamed_and_recut(headers, expected, own_type), open_shard)
-    tensors.check({name: TensorRows(key=name) for name in expected}, expected)
+    places, tensors = _tensors(directory, shape, own_type, headers)
     is_masked = shape.task == "masked"
     tokenizer = _tokenizer(directory, shape)
     # Published models have unused rows beyond their vocabulary; exports of lightscale have none.
     most = shape.vocab_size - is_masked
     padding = 0 if is_masked or (directory / TOKENIZER).is_dir() else _MOST_PADDING
-    if not most - padding <= tokenizer.vocab_size <= most:
+    if shape.image is None and not most - padding <= tokenizer.vocab_size <= most:
         raise UserError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, and the model an embedding of "
             f"{shape.vocab_size}{', of which one row is the mask' * is_masked}; they belong to different models"
         )
-    shape = replace(shape, vocab_size=tokenizer.vocab_size + is_masked)
+    if shape.image is None:
+        shape = replace(shape, vocab_size=tokenizer.vocab_size + is_masked)
     # Last: whatever else is wrong has a better message.
     require_unchanged(directory)
     return Export(
@@ -117,12 +116,32 @@ def open_export(directory: Path) -> Export:
 
 
 def _classes(directory: Path, shape: Shape) -> tuple[str, ...]:
-    return tuple(export_config.class_names(directory / export_config.NAME)) if shape.task == "classify" else ()
+    return tuple(export_config.class_names(directory / export_config.NAME)) if shape.num_labels else ()
+
+
+def _tensors(
+    directory: Path, shape: Shape, own_type: str | None, headers: dict[str, list[Entry]]
+) -> tuple[dict[str, TensorRows], StoredTensors]:
+    """Where the files have the tensors of the plain model, and these files. UserError for those of another model."""
+    if own_type == own_vit.TYPE:
+        assert shape.image is not None
+        places = own_vit.places(shape)
+        tensors: StoredTensors = own_vit.ViTTensors(directory, own_vit.plain_entries(headers), open_shard)
+        tensors.image = shape.image  # type: ignore[attr-defined]
+        expected = {places[name].key: size for name, size in tensor_shapes(shape).items()}
+    else:
+        places = tensor_places(shape, own_type)
+        expected = whole_shapes(places, tensor_shapes(shape))
+        tensors = StoredTensors(directory, renamed_and_recut(headers, expected, own_type), open_shard)
+    tensors.check({name: TensorRows(key=name) for name in expected}, expected)
+    return places, tensors
 
 
 def _tokenizer(directory: Path, shape: Shape) -> Tokenizer:
     if (directory / TOKENIZER).is_dir():
         return load_tokenizer(directory)
+    if shape.image is not None:
+        return NoText()
     path = directory / tokenizer_files.CONFIG
     eos = parse_object(read_file(path), path).get("eos_token")
     # Also written as an object with the token's properties.

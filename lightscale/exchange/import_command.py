@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from lightscale.exchange.imported import import_model  # noqa: PLC0415
 
     checkpoint = import_model(args.directory, target)
-    predicts = load(RunDirectory(target).config).task.name != "causal"
-    use = f"predict {target} --file texts.jsonl" if predicts else f"generate {target}"
+    task = load(RunDirectory(target).config).task.name
+    files = "photos" if task == "classify-image" else "texts.jsonl"
+    use = f"generate {target}" if task == "causal" else f"predict {target} --file {files}"
     print(f'{checkpoint}; train it with train.init_from = "{target}@0", or: lightscale {use}', file=sys.stderr)
     return 0

@@ -24,9 +24,9 @@ from lightscale.exchange.export import RUN_CONFIG
 from lightscale.exchange.export_reader import Export, open_export
 from lightscale.exchange.files.weights import Part, run_shape, stored_parts, tensor_shapes
 from lightscale.exchange.files.written_run import write_run
-from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import Shape
 from lightscale.exchange.plain.relation import RELATION_MIXERS
+from lightscale.exchange.plain.toeplitz import ToeplitzForm
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import directory_name
 
@@ -113,9 +113,13 @@ def model_of(shape: Shape) -> ModelConfig:
             "num_heads": shape.num_attention_heads,
             "intermediate_size": shape.intermediate_size,
             "vocab_size": -(-shape.vocab_size // _ROWS_MULTIPLE) * _ROWS_MULTIPLE,
+            **_of_image(shape),
             "tie_word_embeddings": shape.tied,
             "glu_activation": shape.glu_activation,
+            "gated_linear_unit": shape.gated_linear_unit,
+            "mlp_bias": shape.mlp_bias,
             "norm": shape.norm,
+            "norm_elementwise_affine": shape.norm_elementwise_affine,
             "norm_placement": shape.norm_placement,
             "zero_centered_norm": shape.zero_centered_norm,
             "embedding_multiplier": shape.embedding_multiplier,
@@ -123,10 +127,28 @@ def model_of(shape: Shape) -> ModelConfig:
             "norm_eps": shape.rms_norm_eps,
             "final_norm": shape.final_norm,
             "tpe": None if shape.toeplitz == ToeplitzForm() else asdict(shape.toeplitz),
-            "head": {"num_labels": shape.num_labels, "pooling": shape.pooling} if shape.num_labels else None,
+            "head": {"num_labels": shape.num_labels, "pooling": shape.pooling, "bias": shape.head_bias}
+            if shape.num_labels
+            else None,
             "mixer_options": options,
         }
     )
+
+
+def _of_image(shape: Shape) -> dict[str, Any]:
+    """The tables of images."""
+    if (image := shape.image) is None:
+        return {}
+    return {
+        "grid": {"shape": list(image.grid), "leading_tokens": image.leading_tokens},
+        "patches": {
+            "size": list(image.patch_size),
+            "channels": image.num_channels,
+            "mean": list(image.image_mean),
+            "std": list(image.image_std),
+            "learned_positions": shape.learned_positions > 0,
+        },
+    }
 
 
 def _blocks(

@@ -5,6 +5,7 @@
     lightscale.load("runs/talk").chat().ask("How many?")
 
     lightscale.load("runs/masked").fill("The [MASK] sat.");  lightscale.load("runs/classes").classify("some text")
+    lightscale.load("runs/digits").classify("some.png")
 
 Several models can be loaded at once. The module is plain PyTorch (``plain/``), in evaluation mode and trainable.
 """
@@ -30,8 +31,9 @@ from lightscale.exchange.chat.session import ChatSession
 from lightscale.exchange.export_reader import is_export, open_export
 from lightscale.exchange.files.weights import empty_model, kept_dtype
 from lightscale.exchange.loaded import FillMaskModel, LibraryModel, TextClassifier
+from lightscale.exchange.loaded_images import ImageModel
 from lightscale.exchange.plain.mixers import State
-from lightscale.exchange.plain.model import CausalModel, MaskedModel
+from lightscale.exchange.plain.model import CausalModel, ImageClassifier, MaskedModel
 from lightscale.exchange.trained import OpenedModel, open_run
 from lightscale.runs.run_directory import split_step
 
@@ -169,7 +171,7 @@ class TextModel(LibraryModel[CausalModel]):
 
 def load(
     source: str | PathLike[str], *, device: str = "auto", dtype: torch.dtype | None = None
-) -> TextModel | FillMaskModel | TextClassifier:
+) -> TextModel | FillMaskModel | TextClassifier | ImageModel:
     """Load the model of a run (``"runs/x"`` or ``"runs/x@step"``) or of an exported directory.
 
     Args:
@@ -199,6 +201,9 @@ def load(
     }
     if isinstance(module, CausalModel):
         return TextModel(module=module, **of_run)
+    if isinstance(module, ImageClassifier):
+        names = tuple(opened.classes)
+        return ImageModel(module=module, origin=str(opened.origin), refused=opened.refused, classes=names)
     if isinstance(module, MaskedModel):
         return FillMaskModel(module=module, **of_run)
     return TextClassifier(module=module, classes=tuple(opened.classes), **of_run)

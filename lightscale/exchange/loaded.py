@@ -17,7 +17,8 @@ from lightscale.errors import UserError
 from lightscale.evaluation.inference.written_text import encode_prompt
 from lightscale.evaluation.prediction.documents import MASK_TEXT, MaskWriting, with_masks
 from lightscale.evaluation.prediction.token_texts import token_texts
-from lightscale.exchange.plain.model import Classifier, MaskedModel, PlainModel, pooled
+from lightscale.exchange.plain.model import Classifier, MaskedModel, PlainModel
+from lightscale.exchange.plain.units import pooled
 
 Module = TypeVar("Module", bound=PlainModel)
 

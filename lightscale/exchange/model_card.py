@@ -14,11 +14,17 @@ from lightscale.records import read_records
 from lightscale.runs.run_directory import RunDirectory
 
 NAME = "README.md"
-_PIPELINES = {"causal": "text-generation", "masked": "fill-mask", "classify": "text-classification"}
+_PIPELINES = {
+    "causal": "text-generation",
+    "masked": "fill-mask",
+    "classify": "text-classification",
+    "classify-image": "image-classification",
+}
 _KINDS = {
     "causal": "A language model",
     "masked": "A model that fills masks from the text before and after them,",
     "classify": "A model that classifies texts,",
+    "classify-image": "A model that classifies images,",
 }
 
 
@@ -35,11 +41,11 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
         "token mixer": f"{mixer} ({len(shape.mixers)} layers)",
         "parameters": f"{num_parameters:,}",
         "width, heads, inner width": f"{model.hidden_size}, {model.num_heads}, {model.intermediate_size}",
-        "vocabulary": f"{shape.vocab_size:,} ids, tokenizer {run.tokenizer.name}",
+        **_inputs(run),
         "numbers": dtype,
         "trained on": f"{', '.join(path.name for path in config.data.store_paths.values())}: {sources}",
         "steps, tokens": f"{run.step:,}, {tokens:,}",
-        "sequence length": f"{config.data.sequence_length:,} tokens",
+        **({} if shape.image else {"sequence length": f"{config.data.sequence_length:,} tokens"}),
         "optimizer": f"{optimizer}, lr {config.optimizer.lr:g}, {config.optimizer.schedule}",
         **_measured(run.chosen.directory, run.step),
     }
@@ -60,12 +66,33 @@ tags: [lightscale, linear-attention]
 
 {usage}
 
-Documents start with the end-of-text token; the tokenizer adds it before every text
-(`add_special_tokens=False`: not). {_spelled(run)} Each row is one document;
-padding can be on either side.
+{_reading(run)}
 
 Checkpoint: manifest {_manifest_hash(run)}.
 """
+
+
+def _inputs(run: TrainedRun) -> dict[str, str]:
+    """Rows of the table: ids, or images."""
+    shape = run.shape
+    if (image := shape.image) is None:
+        return {"vocabulary": f"{shape.vocab_size:,} ids, tokenizer {run.tokenizer.name}"}
+    height, width = image.image_size
+    h, w = image.patch_size
+    tokens = f"{image.tokens} tokens, {image.leading_tokens} of them before the patches"
+    return {"images": f"{height} x {width} x {image.num_channels}, patches of {h} x {w}: {tokens}"}
+
+
+def _reading(run: TrainedRun) -> str:
+    """How rows are made of inputs."""
+    if run.shape.image is not None:
+        return (
+            "The image processor scales an image to the size of training (bicubic), and its values as in training.\n"
+            "`interpolate_pos_encoding=True` takes images of other sizes."
+        )
+    return f"""Documents start with the end-of-text token; the tokenizer adds it before every text
+(`add_special_tokens=False`: not). {_spelled(run)} Each row is one document;
+padding can be on either side."""
 
 
 def _spelled(run: TrainedRun) -> str:
@@ -81,9 +108,9 @@ def _task(run: TrainedRun) -> str:
     shape = run.shape
     if shape.task == "masked":
         return "masked: tokens hidden by the mask, whose id follows the tokenizer's last id"
-    if shape.task == "classify":
+    if shape.num_labels:
         names = f": {', '.join(run.classes[:8])}{', …' * (len(run.classes) > 8)}" if run.classes else ""
-        return f"classify: {shape.num_labels} classes{names}"
+        return f"{shape.task}: {shape.num_labels} classes{names}"
     return "causal: the next token"
 
 
@@ -97,11 +124,13 @@ def _about(config: RunConfig) -> str:
 
 
 def _measured(run: RunDirectory, step: int) -> dict[str, str]:
-    """Losses at the step, or the newest before it, from the run's records."""
+    """Losses and accuracies at the step, or the newest before it, from the run's records."""
     newest: dict[str, tuple[int, float]] = {}
     for record in read_records(run.metrics).lines:
         if record["step"] <= step:
-            losses = {f"validation loss, {name}": one["loss"] for name, one in record.get("validation", {}).items()}
+            validation = record.get("validation", {})
+            losses = {f"validation loss, {name}": one["loss"] for name, one in validation.items()}
+            losses |= {f"accuracy, {name}": one["accuracy"] for name, one in validation.items() if "accuracy" in one}
             if "loss" in record:
                 losses["training loss"] = record["loss"]
             newest |= {name: (record["step"], loss) for name, loss in losses.items() if math.isfinite(loss)}

@@ -84,7 +84,7 @@ class TrainedRun:
     @property
     def classes(self) -> list[str]:
         """Those that the run keeps."""
-        return class_names(self.chosen) if self.shape.task == "classify" else []
+        return class_names(self.chosen) if self.shape.num_labels else []
 
     @property
     def chat(self) -> Chat | None:

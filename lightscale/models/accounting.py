@@ -21,6 +21,7 @@ LABEL_HEAD = "label head"
 NOISE_OUTPUT = "noise output"
 
 _EMBEDDING_WEIGHT, _OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
+_OUTPUT_BIAS = "output_layer.bias"
 # The first that is found in a parameter's name says what it is; shared parts say it themselves.
 _TERMS = {
     "word_embeddings.": EMBEDDING,
@@ -58,24 +59,36 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     shapes: Shapes = {} if model.patches is not None else {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
     if model.head is not None:
         shapes[_OUTPUT_WEIGHT] = (model.head.num_labels, d)
+        if model.head.bias:
+            shapes[_OUTPUT_BIAS] = (model.head.num_labels,)
     elif not model.tie_word_embeddings and model.diffusion is None:
         shapes[_OUTPUT_WEIGHT] = (model.vocab_size, d)
     shapes |= {name: parameter.shape for name, parameter in _part_parameters(model).items()}
     if model.diffusion is not None:
         shapes |= more_shapes(model)
-    weighted_norm = model.norm == "rmsnorm"
+    of_norm = norm_parameters(model)
     for layer, mixer in enumerate(model.layers):
         block = f"decoder.layers.{layer}"
         own = mixer_spec(mixer).parameter_shapes(model, layer)
         shapes |= {f"{block}.self_attention.{name}": shape for name, shape in own.items()}
         # Gate and up stand in one matrix, as Megatron's gated layers have them.
+        inner = 2 * g if model.gated_linear_unit else g
         if g:
-            shapes |= {f"{block}.mlp.linear_fc1.weight": (2 * g, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
-        if weighted_norm:
-            shapes |= {f"{block}.{norm}.weight": (d,) for norm in block_norms(model, mixer) if norm is not None}
-    if weighted_norm and model.final_norm:
-        shapes["decoder.final_layernorm.weight"] = (d,)
+            shapes |= {f"{block}.mlp.linear_fc1.weight": (inner, d), f"{block}.mlp.linear_fc2.weight": (d, g)}
+        if model.mlp_bias:
+            shapes |= {f"{block}.mlp.linear_fc1.bias": (inner,), f"{block}.mlp.linear_fc2.bias": (d,)}
+        norms = [norm for norm in block_norms(model, mixer) if norm is not None]
+        shapes |= {f"{block}.{norm}.{name}": (d,) for norm in norms for name in of_norm}
+    if model.final_norm:
+        shapes |= {f"decoder.final_layernorm.{name}": (d,) for name in of_norm}
     return shapes
+
+
+def norm_parameters(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the parameters, of d numbers each, that the norm of a block has."""
+    if model.norm_elementwise_affine:
+        return "weight", "bias"
+    return ("weight",) if model.norm == "rmsnorm" else ()
 
 
 def block_norms(model: ModelConfig, mixer: str) -> tuple[str | None, ...]:
@@ -101,7 +114,7 @@ def parameter_terms(model: ModelConfig) -> dict[str, int]:
     output = LABEL_HEAD if model.head is not None else NOISE_OUTPUT if model.diffusion is not None else EMBEDDING
     for name, shape in parameter_shapes(model).items():
         term = of_parts[name].term if name in of_parts else _term(name)
-        terms[output if name == _OUTPUT_WEIGHT else term] += prod(shape)
+        terms[output if name in (_OUTPUT_WEIGHT, _OUTPUT_BIAS) else term] += prod(shape)
     return dict(terms)
 
 
@@ -148,9 +161,10 @@ def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     """Global names of the parameters that tensor ranks do not split, of mixers and parts; norms are others."""
     whole = {name for name, parameter in _part_parameters(model).items() if parameter.split_dim is None}
     if model.head is not None:
-        whole.add(_OUTPUT_WEIGHT)
+        whole |= {_OUTPUT_WEIGHT, _OUTPUT_BIAS}
     if model.diffusion is not None:
         whole |= more_shapes(model).keys()
+    whole |= {f"decoder.layers.{layer}.mlp.linear_fc2.bias" for layer in range(model.num_layers)}
     for layer, mixer in enumerate(model.layers):
         names = mixer_spec(mixer).whole_parameters(model, layer)
         whole |= {f"decoder.layers.{layer}.self_attention.{name}" for name in names}

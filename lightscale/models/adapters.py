@@ -73,10 +73,12 @@ def linear_maps(model: ModelConfig) -> Iterator[LinearMap]:
             continue
         layer, own = int(match["layer"]), match["own"]
         if match["module"] == "mlp":
-            half = shape[0] // 2
+            half = shape[0] // 2 if model.gated_linear_unit else 0
             parts: dict[str, Ranges] = (
-                {"gate": ((0, half),), "up": ((half, shape[0]),)} if own == "linear_fc1" else {"down": ((0, shape[0]),)}
+                {"up": ((half, shape[0]),)} if own == "linear_fc1" else {"down": ((0, shape[0]),)}
             )
+            if half and own == "linear_fc1":
+                parts = {"gate": ((0, half),), **parts}
             whole, place = False, "mlp"
         else:
             spec = mixer_spec(model.layers[layer])

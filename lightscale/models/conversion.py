@@ -29,6 +29,7 @@ _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Have a row for each id."""
 _OTHERS = (
     *("num_heads", "glu_activation", "norm", "norm_placement", "zero_centered_norm", "final_norm", "norm_eps"),
+    *("gated_linear_unit", "mlp_bias", "norm_elementwise_affine"),
     *("input_multiplier", "final_logit_cap", "grid", "tpe", "patches"),
 )
 """Settings that may differ, and change the function of kept weights; with options of mixers that both have."""

@@ -13,7 +13,7 @@ from lightscale.models.specs.patches import patch_numbers
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Multiplications and additions of one forward pass, per token: projections, mixers, GLUs and logits."""
     # Gate, up and down. The embedding is a look-up and counts once only, as the output layer.
-    glu = 2 * 3 * model.hidden_size * model.intermediate_size
+    glu = linear_unit_flops(model)
     logits = 2.0 * model.hidden_size * model.vocab_size
     if model.head is not None:
         # Of each document; how many there are in a sequence is not known, but one there is.
@@ -26,6 +26,11 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     )
     parts = sum(part.forward_flops_per_token(model) for part in shared_specs(model))
     return parts + mixers + model.num_layers * glu + logits
+
+
+def linear_unit_flops(model: ModelConfig) -> float:
+    """Of one block's gated linear unit, or of the two linear maps in its place, forward, per token."""
+    return 2 * (3 if model.gated_linear_unit else 2) * model.hidden_size * model.intermediate_size
 
 
 def training_flops_per_token(

@@ -27,18 +27,19 @@ from lightscale.models.layers.label_head import LabelHead, label_losses, pooled_
 from lightscale.models.layers.linear import (
     ACTIVATIONS,
     GatedLinearUnit,
+    LinearUnit,
     OutputLayer,
     leave_unset,
     soft_capped,
     tokens_of_channels,
 )
-from lightscale.models.layers.norms import LayerNorm, PostNorm, RMSNorm, SRMSNorm
+from lightscale.models.layers.norms import PostNorm, norm_class
 from lightscale.models.layers.patches import PatchEmbedding
 from lightscale.models.layers.shared_parts import EmbeddingPart, Shared, SharedPart, StagePart, for_all_layers
 from lightscale.models.layers.transfer import LayerTarget, transfer_losses
 from lightscale.models.stages import layer_stages, megatron_layout
 from lightscale.parallel.cross_entropy import vocab_parallel_log_probability
-from lightscale.parallel.initialization import normal, set_initializer
+from lightscale.parallel.initialization import normal, set_initializer, zeros
 from lightscale.parallel.megatron import (
     LanguageModule,
     MegatronModule,
@@ -55,8 +56,6 @@ from lightscale.parallel.megatron import (
 )
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.sequence import Replay
-
-_NORMS = {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 # Tokens whose logits are held at once where the most probable ids are wanted.
 _ROWS_AT_ONCE = 256
@@ -90,11 +89,12 @@ def transformer_config(
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
         ffn_hidden_size=model.intermediate_size,
-        gated_linear_unit=True,
+        gated_linear_unit=model.gated_linear_unit,
         activation_func=ACTIVATIONS[model.glu_activation],
         layernorm_epsilon=model.norm_eps,
         layernorm_zero_centered_gamma=model.zero_centered_norm,
-        add_bias_linear=False,
+        # Of the linear unit; mixers say themselves what of theirs has a bias.
+        add_bias_linear=model.mlp_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -126,7 +126,7 @@ def transformer_config(
 
 
 def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> ModuleSpec:
-    norm = _NORMS[model.norm]
+    norm = norm_class(model)
     placement = norm_placement(model, mixer)
     has_pre, has_post = placement != "post", placement != "pre"
     of_output = {"norm": norm, "config": config, "hidden_size": model.hidden_size, "eps": model.norm_eps}
@@ -138,7 +138,7 @@ def _layer_spec(config: TransformerConfig, model: ModelConfig, mixer: str) -> Mo
         parts["input_layernorm"] = norm
     if model.intermediate_size:
         # A class, not a spec of one, of which Megatron would warn that it does not know it.
-        parts["mlp"] = GatedLinearUnit
+        parts["mlp"] = GatedLinearUnit if model.gated_linear_unit else LinearUnit
         if has_post:
             parts["mlp_bda"] = ModuleSpec(module=PostNorm, params=of_output)
         if has_pre:
@@ -265,7 +265,7 @@ class LanguageModel(LanguageModule):
             config=config,
             spec=TransformerBlockSubmodules(
                 layer_specs=[_layer_spec(config, model, mixer) for mixer in mixers],
-                layer_norm=_NORMS[model.norm],
+                layer_norm=norm_class(model),
             ),
             pre_process=pre_process,
             post_process=post_process,
@@ -323,6 +323,9 @@ class LanguageModel(LanguageModule):
         for layer in self.decoder.layers if self.model.intermediate_size else ():
             set_initializer(layer.mlp.linear_fc1.weight, normal(std))
             set_initializer(layer.mlp.linear_fc2.weight, normal(self.model.output_std))
+            if self.model.mlp_bias:
+                set_initializer(layer.mlp.linear_fc1.bias, zeros)
+                set_initializer(layer.mlp.linear_fc2.bias, zeros)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """Called by Megatron's schedules with the activations of the stage before: one of (n / tensor, b, d)."""

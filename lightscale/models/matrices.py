@@ -25,7 +25,7 @@ def matrices(model: ModelConfig) -> dict[str, tuple[Ranges, ...]]:
         if match is None or len(shape) != 2 or "_conv." in name:
             continue
         layer, module, own = int(match[1]), match[2], match[3]
-        if own == "linear_fc1.weight":
+        if own == "linear_fc1.weight" and model.gated_linear_unit:
             found[name] = ((0, shape[0] // 2),), ((shape[0] // 2, shape[0]),)
             continue
         roles = mixer_spec(model.layers[layer]).roles(model, layer).values() if module == "self_attention" else ()

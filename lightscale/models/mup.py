@@ -125,5 +125,5 @@ def _outputs(model: ModelConfig) -> set[str]:
                 'weights carry the factor of depth; use base_num_layers = "none"'
             )
         found |= {f"decoder.layers.{layer}.self_attention.{name}" for name in own}
-        found.add(f"decoder.layers.{layer}.mlp.linear_fc2.weight")
+        found |= {f"decoder.layers.{layer}.mlp.linear_fc2.{kind}" for kind in ("weight", "bias")}
     return found

@@ -1,6 +1,7 @@
 """Images of another size than in training: positions by coordinates, and learned ones interpolated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,24 @@ def set_grid(model: LanguageModel, shape: Sequence[int]) -> None:
         positions = model.embedding.get_submodule(LearnedPositionsSpec.name)
         table = interpolated(positions.table.detach(), grid, shape)
         positions.table = nn.Parameter(table, requires_grad=False)
+
+
+@contextmanager
+def at_grid(model: LanguageModel, shape: Sequence[int]) -> Iterator[None]:
+    """Within, ``model`` reads images of ``shape`` as by ``set_grid``; behind, those of training again."""
+    trained, table = model.model, None
+    has_table = model.pre_process and LearnedPositionsSpec.name in model.embedding.parts
+    if has_table:
+        table = model.embedding.get_submodule(LearnedPositionsSpec.name).table
+    try:
+        # The trained positions as they are where nothing changes.
+        if trained.grid is None or list(shape) != trained.grid.shape:
+            set_grid(model, shape)
+        yield
+    finally:
+        model.model = trained
+        if has_table:
+            model.embedding.get_submodule(LearnedPositionsSpec.name).table = table
 
 
 def interpolated(table: Tensor, grid: GridConfig, shape: Sequence[int]) -> Tensor:

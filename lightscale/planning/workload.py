@@ -12,6 +12,7 @@ from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
 from lightscale.models.accounting import block_norms, rank_parameters_by_name
 from lightscale.models.adapters import adapted_maps, rank_adapter_parameters
+from lightscale.models.flops import linear_unit_flops
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.interface import EmbeddingPartSpec
 from lightscale.models.stages import layer_stages
@@ -48,7 +49,8 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
     if recompute == "full":
         return d
     mixer = mixer_spec(model.layers[layer])
-    glu = 0 if recompute == "selective" else 3 * g
+    # Gate and up, and their product; or what the activation reads, and what it gives.
+    glu = 0 if recompute == "selective" else (3 if model.gated_linear_unit else 2) * g
     # Inputs and outputs of the block's norms, as far as they have the weights' dtype.
     norms = (6 if model.norm_placement == "both" else 4) * d - _centered_values(model)
     if model.diffusion is not None:
@@ -66,7 +68,6 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
         outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
         activated = mixer.gathered_values(model, layer) // 2
     outputs += mixer.more_kept_values(model, layer)
-    # Gate and up, and their product.
     return norms + projected + activated + outputs + glu
 
 
@@ -74,7 +75,8 @@ def _centered_values(model: ModelConfig) -> int:
     """Inputs of a block's LayerNorms less their mean, which take the place of the inputs and are fp32."""
     # Both kinds of blocks have as many.
     norms = sum(name is not None for name in block_norms(model, model.layers[0]))
-    return norms * model.hidden_size * (model.norm == "layernorm")
+    # PyTorch's own, with a weight and a bias, keeps its input.
+    return norms * model.hidden_size * (model.norm == "layernorm" and not model.norm_elementwise_affine)
 
 
 def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
@@ -281,7 +283,7 @@ class Workload:
         return LayerWork(
             mixer_flops=mixer_flops,
             query_flops=sum(count for weight, count in flops.items() if weight.startswith(("q_proj.", "gate_"))),
-            glu_flops=2 * 3 * model.hidden_size * model.intermediate_size,
+            glu_flops=linear_unit_flops(model),
             operator_flops=mixer.forward_flops_per_token(model, layer, self.sequence_length) - mixer_flops,
             cost=operator.cost,
             values=tuple(activation_values(model, layer, recompute) for recompute in RECOMPUTE),

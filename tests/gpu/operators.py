@@ -565,6 +565,7 @@ OPERATORS = MIXERS | {
     "glu": _glu("none"),
     "glu silu": _glu("silu"),
     "glu sigmoid": _glu("sigmoid"),
+    "glu gelu": _glu("gelu"),
     "glu gelu_tanh": _glu("gelu_tanh"),
     "summed norm": Case(
         operator="norm",

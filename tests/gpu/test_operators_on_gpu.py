@@ -48,6 +48,7 @@ CASES = [
     *((name, HALF, width, 0, False) for name in ("norm", "gated norm") for width in NORM_WIDTHS),
     *((name, FULL, width, 0, False) for name in ("norm", "gated norm") for width in (1000, 2048)),
     *((name, HALF, width, 0, False) for name in ("glu", "glu silu", "glu sigmoid") for width in GLU_WIDTHS),
+    *(("glu gelu", HALF, width, 0, False) for width in GLU_WIDTHS),
     *(("glu gelu_tanh", HALF, width, 0, False) for width in GLU_WIDTHS),
     ("glu silu", FULL, 1000, 0, False),
     *(("forget gate", dtype, width, 0, False) for dtype in (HALF, FULL) for width in (128, 80)),

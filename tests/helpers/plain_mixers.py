@@ -164,12 +164,34 @@ def lion(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
         decay = torch.sigmoid(x @ weights["forget_proj.weight"].T + weights["forget_proj.bias"]).T
         decay = decay.unflatten(0, (model.num_heads, -1))
         k = k * (1 - decay[:, 0])[..., None] if options.input_gate else k
-    between = _between(decay.flatten(0, 1), getattr(options, "gate", "leave")).unflatten(0, decay.shape[:2])
+    gate = getattr(options, "gate", "leave")
+    masks = []
+    for order in _orders(model, len(x), options.patch_order):
+        masks.append(torch.zeros(*decay.shape, len(x), dtype=x.dtype))
+        # Row and column of a pair in the order, at the places of its two tokens.
+        masks[-1][..., order[:, None], order] = _between(decay[..., order].flatten(0, 1), gate).unflatten(
+            0, decay.shape[:2]
+        )
+    between = sum(masks) / len(masks)
     scores = ((q @ k.mT)[:, None] * between).expand(-1, v.size(-1), -1, -1)
     if options.scale:
         scores = scores / (scores.sum(dim=-1, keepdim=True) + options.eps)
     o = plain.concatenated(torch.einsum("hcij, hjc -> hic", scores, v))
-    return (o if options.scale else plain.norm(model, o)) @ weights["out_proj.weight"].T
+    o = o if options.scale else plain.norm(model, o)
+    return o @ weights["out_proj.weight"].T + weights.get("out_proj.bias", 0.0)
+
+
+def _orders(model: ModelConfig, n: int, kind: str) -> list[Tensor]:
+    """The orders in which LION reads the tokens of a document."""
+    if kind == "raster":
+        return [torch.arange(n)]
+    assert model.grid is not None
+    (rows, columns), lead = model.grid.shape, model.grid.leading_tokens
+    cells = [(row, column) for row in range(rows) for column in range(columns)]
+    along_rows = sorted(cells, key=lambda cell: (cell[0], -cell[1] if cell[0] % 2 else cell[1]))
+    along_columns = sorted(cells, key=lambda cell: (cell[1], -cell[0] if cell[1] % 2 else cell[0]))
+    place = {cell: lead + number for number, cell in enumerate(cells)}
+    return [torch.tensor([*range(lead), *(place[cell] for cell in order)]) for order in (along_rows, along_columns)]
 
 
 def _lion_features(x: Tensor, kind: str) -> Tensor:

@@ -138,7 +138,7 @@ def document_states(model: ModelConfig, weights: Weights, x: Tensor, mix: Mix) -
             y = gated_linear_unit(model, before(model, x, own, "pre_mlp_layernorm", layer), own)
             x = x + behind(model, y, own, "mlp_bda", layer)
     if model.final_norm:
-        x = block_norm(model, x, weights.get("decoder.final_layernorm.weight"))
+        x = block_norm(model, x, weights, "decoder.final_layernorm")
     return x
 
 
@@ -151,19 +151,21 @@ def placement(model: ModelConfig, layer: int) -> str:
 
 def before(model: ModelConfig, x: Tensor, weights: Weights, name: str, layer: int) -> Tensor:
     """The input of a mixer or gated linear unit."""
-    return x if placement(model, layer) == "post" else block_norm(model, x, weights.get(f"{name}.weight"))
+    return x if placement(model, layer) == "post" else block_norm(model, x, weights, name)
 
 
 def behind(model: ModelConfig, x: Tensor, weights: Weights, name: str, layer: int) -> Tensor:
     """Its output as the residual stream takes it."""
-    return x if placement(model, layer) == "pre" else block_norm(model, x, weights.get(f"{name}.layernorm.weight"))
+    return x if placement(model, layer) == "pre" else block_norm(model, x, weights, f"{name}.layernorm")
 
 
-def block_norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:
+def block_norm(model: ModelConfig, x: Tensor, weights: Weights, name: str) -> Tensor:
     """``norm``, of x less its mean where that is LayerNorm."""
+    weight = weights.get(f"{name}.weight")
     if weight is not None and model.zero_centered_norm:
         weight = 1 + weight
-    return norm(model, x - x.mean(-1, keepdim=True) if model.norm == "layernorm" else x, weight)
+    x = x - x.mean(-1, keepdim=True) if model.norm == "layernorm" else x
+    return norm(model, x, weight) + weights.get(f"{name}.bias", 0.0)
 
 
 def norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -173,13 +175,18 @@ def norm(model: ModelConfig, x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def gated_linear_unit(model: ModelConfig, x: Tensor, weights: Weights) -> Tensor:
-    """W_3 (act(W_1 x) * W_2 x); W_1 stands above W_2 in one matrix."""
-    first, second = (x @ weights["mlp.linear_fc1.weight"].T).split(model.intermediate_size, dim=-1)
+    """W_3 (act(W_1 x) * W_2 x), W_1 above W_2 in one matrix; or W_2 act(W_1 x). With biases where there are any."""
+    projected = x @ weights["mlp.linear_fc1.weight"].T + weights.get("mlp.linear_fc1.bias", 0.0)
+    first = projected[..., : model.intermediate_size]
     if model.glu_activation == "silu":
         first = silu(first)
     elif model.glu_activation == "gelu_tanh":
         first = first / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (first + 0.044715 * first**3)))
-    return (first * second) @ weights["mlp.linear_fc2.weight"].T
+    elif model.glu_activation == "gelu":
+        first = first / 2 * (1 + torch.erf(first / math.sqrt(2)))
+    if model.gated_linear_unit:
+        first = first * projected[..., model.intermediate_size :]
+    return first @ weights["mlp.linear_fc2.weight"].T + weights.get("mlp.linear_fc2.bias", 0.0)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -188,11 +195,11 @@ def silu(x: Tensor) -> Tensor:
 
 def heads(model: ModelConfig, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
     """(n, d) -> three of (h, n, k): queries, and two vectors whose rows stand head by head in one projection."""
-    both = weights["fv_proj.weight" if "fv_proj.weight" in weights else "kv_proj.weight"]
-    second, third = torch.einsum(
-        "nd, hpkd -> phnk", x, both.view(model.num_heads, 2, model.head_dim, model.hidden_size)
-    )
-    first = torch.einsum("nd, hkd -> hnk", x, weights["q_proj.weight"].view(model.num_heads, -1, model.hidden_size))
+    both = "fv_proj" if "fv_proj.weight" in weights else "kv_proj"
+    projected = x @ weights[f"{both}.weight"].T + weights.get(f"{both}.bias", 0.0)
+    second, third = projected.view(len(x), model.num_heads, 2, -1).permute(2, 1, 0, 3)
+    queries = x @ weights["q_proj.weight"].T + weights.get("q_proj.bias", 0.0)
+    first = queries.view(len(x), model.num_heads, -1).transpose(0, 1)
     return first, second, third
 
 

@@ -95,7 +95,7 @@ def test_checkpoint_and_compile_change_nothing() -> None:
         (
             torch.ones(2, 8),
             {"activation": "relu"},
-            "activation must be one of none, sigmoid, silu, gelu_tanh, got 'relu'",
+            "activation must be one of none, sigmoid, silu, gelu, gelu_tanh, got 'relu'",
         ),
         (torch.ones(2, 8), {"backend": "cuda"}, "glu has no backend 'cuda'"),
         (torch.ones(2, 8).double(), {"backend": "triton"}, "backend 'triton' supports fp16, bf16 and fp32"),

@@ -182,7 +182,10 @@ def test_equals_pytorch() -> None:
         ({"gate": torch.ones(2, 7)}, r"gate must be of x's shape \(2, 8\) .* got \(2, 7\)"),
         ({"gate": torch.ones(2, 8).double()}, r"gate must be of x's .* torch.float64"),
         ({"weight": torch.ones(8, device="meta")}, "weight is on meta, but x is on cpu"),
-        ({"gate_activation": "tanh"}, "gate_activation must be one of none, sigmoid, silu, gelu_tanh, got 'tanh'"),
+        (
+            {"gate_activation": "tanh"},
+            "gate_activation must be one of none, sigmoid, silu, gelu, gelu_tanh, got 'tanh'",
+        ),
         ({"width": 16}, "width 16 is not x's 8: a mean over more channels needs `reduce`"),
         ({"backend": "cuda"}, "norm has no backend 'cuda'; use auto, triton, chunked, reference"),
         ({"reduce": lambda t: None, "backend": "reference"}, "backend 'reference' has no `reduce`"),

@@ -49,6 +49,16 @@ MODELS = {
         glu_activation="silu",
         mixer_options={"llama": {"causal": False, "positions": "none"}},
     ),
+    # As DiT's own blocks, and norms with weights.
+    "dit": model_of(
+        mixer="llama",
+        norm="layernorm",
+        norm_elementwise_affine=True,
+        gated_linear_unit=False,
+        mlp_bias=True,
+        glu_activation="gelu_tanh",
+        mixer_options={"llama": {"causal": False, "positions": "none"}},
+    ),
     "lightnet": model_of(mixer="lightnet", mixer_options={"lightnet": {"causal": False, "learned_angles": True}}),
     "lion": model_of(mixer=["lion-lit", "lion-retnet", "lion-s", "lion-s"], num_layers=4, norm="rmsnorm"),
     "bi-rn": model_of(mixer="bi-rn", norm="layernorm"),
@@ -245,11 +255,11 @@ def plainly(model: ModelConfig, figures: dict[str, Any]) -> dict[str, Any]:
             six = (own["modulation.weight"] @ c + own["modulation.bias"]).view(6, d)
             of_mixer = {name.removeprefix("self_attention."): weight for name, weight in own.items()}
             of_mixer |= of_model
-            y = plain.block_norm(model, x, own.get("input_layernorm.weight")) * (1 + six[1]) + six[0]
+            y = plain.block_norm(model, x, own, "input_layernorm") * (1 + six[1]) + six[0]
             x = x + six[2] * images.mix(model, y, of_mixer, layer)
-            y = plain.block_norm(model, x, own.get("pre_mlp_layernorm.weight")) * (1 + six[4]) + six[3]
+            y = plain.block_norm(model, x, own, "pre_mlp_layernorm") * (1 + six[4]) + six[3]
             x = x + six[5] * plain.gated_linear_unit(model, y, own)
-        x = plain.block_norm(model, x, leaves.get("decoder.final_layernorm.weight"))
+        x = plain.block_norm(model, x, leaves, "decoder.final_layernorm")
         two = (leaves["output_layer.modulation.weight"] @ c + leaves["output_layer.modulation.bias"]).view(2, d)
         x = x * (1 + two[1]) + two[0]
         found.append(x @ leaves["output_layer.weight"].T + leaves["output_layer.bias"])

@@ -1,6 +1,8 @@
 """Images classified by commands: from files to a store to a run, resumed on the same and on other ranks."""
 
+import importlib.util
 import json
+import re
 import runpy
 import shutil
 from collections.abc import Callable
@@ -214,3 +216,76 @@ def test_commands_know_images(
         assert message in error
         assert "Traceback" not in error
     assert sorted(path.name for path in (trained / "runs").iterdir()) == ["again", "on-four", "one"]
+
+
+def test_resolutions_are_measured_as_validation_does(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trained size by the trainer's own numbers, another by those of files that are scaled as well."""
+    monkeypatch.chdir(trained)
+    sizes = ["--image-sizes", "12x16", "8x8", "4x4", "--batch-size", "10"]
+    picture = ["--plot", "curve.png"] if importlib.util.find_spec("matplotlib") else []
+    assert main(["resolutions", "runs/one", *sizes, "--out", "curve.jsonl", *picture]) == 0
+    assert "12x16" in capsys.readouterr().out
+    larger, own, smaller = map(json.loads, Path("curve.jsonl").read_text().splitlines())
+    measured = read_metrics(Path("runs/one/metrics.jsonl"))[-1]["validation"]["held"]
+    for key in ("loss", "accuracy", "top5_accuracy"):
+        assert own[key] == pytest.approx(measured[key], abs=1e-5), key
+    assert (own["tokens"], smaller["tokens"], larger["tokens"]) == (16, 4, 48)
+    assert own["images_per_s"] > 0
+    assert own["images"] == TokenStore(Path("store")).source("a-validation").num_documents
+    assert not picture or Path("curve.png").stat().st_size > 1000
+    source = TokenStore(Path("store")).source("a-validation")
+    labels = source.document_values("label", 0, source.num_documents).tolist()
+    folder = Path("scaled")
+    folder.mkdir()
+    for number, pixels in enumerate(source.document_values("image", 0, source.num_documents)):
+        Image.fromarray(pixels.reshape(8, 8)).save(folder / f"{number:03}.png")
+    words = ["--image-size=12x16", "--resize=crop", "--out=scaled.jsonl"]
+    assert main(["predict", "runs/one", "--file", "scaled", *words]) == 0
+    losses = [
+        -np.log(one["classes"][str(n)]) for one, n in zip(predicted(Path("scaled.jsonl")).values(), labels, strict=True)
+    ]
+    assert larger["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--image-sizes", "9x8"], "9 pixels are no multiple of the 2 of a patch .*; use 8"),
+        (["--image-sizes", "8"], "--image-sizes 8: must be HEIGHTxWIDTH"),
+        (["--image-sizes", "8x8", "--images", "0"], "--images 0: must be at least 1"),
+        (["--image-sizes", "8x8", "--source", "none"], "none"),
+        (["--image-sizes", "8x8", "--plot", "a.txt"], "--plot a.txt: a picture has the suffix"),
+    ],
+)
+def test_resolutions_that_do_not_fit_are_named(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(trained)
+    assert main(["resolutions", "runs/one", *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_an_export_that_came_back_is_the_run_and_trains_on(
+    trained: Path, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    assert main(["export", "runs/one", "--to", "exported", "--dtype", "fp32"]) == 0
+    assert main(["import", "exported", "--run", "runs/back"]) == 0
+    (results,) = run_ranks(train_on, 1, str(trained), timeout_s=200)
+    assert results[0][0] == 0, results
+    lines = read_metrics(trained / "runs/one/metrics.jsonl")
+    found = read_metrics(trained / "runs/on/metrics.jsonl")
+    # Of weights that know the classes; the first of the run that began anew is log 4.
+    assert found[0]["loss"] < lines[0]["loss"] / 2
+    assert found[-1]["validation"]["held"]["accuracy"] > 0.9
+
+
+def train_on(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    words = ["train", *WORDS, "train.init_from=runs/back@0", "train.steps=4", "train.validate_every=4"]
+    return commands(rank, world_size, init_method, folder, [[*words, "checkpoint.every=4", "--run", "runs/on"]])

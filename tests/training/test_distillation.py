@@ -75,7 +75,7 @@ def transfer_loss(weights: Weights, kept: list[tuple[Tensor, Tensor]]) -> Tensor
     for layer, (stream, wanted) in enumerate(kept):
         prefix = f"decoder.layers.{layer}.self_attention."
         own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        x = plain.block_norm(model, stream)
+        x = plain.block_norm(model, stream, {}, "")
         out = mixers.MIX[STUDENT](model, x, own | of_model | {plain.RAW_INPUT: stream}, layer)
         total = total + (out - wanted).square().sum(dim=1) / wanted.square().sum(dim=1) / len(kept)
     return total

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lightscale.config.section import MOST_IDS, MOST_SEQUENCE_TOKENS
 from lightscale.exchange.plain.model import Shape
 
-ACTIVATIONS = {"none": "linear", "silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+ACTIVATIONS = {"none": "linear", "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Of gated linear units, as transformers names them."""
 
 Width = Annotated[int, Field(ge=1, le=2**20)]

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lightscale.config.mixers import mixer_options_type
 from lightscale.config.section import MOST_LAYERS, MOST_SEQUENCE_TOKENS
 from lightscale.errors import UserError
-from lightscale.exchange.files import modelling_file
+from lightscale.exchange.files import modelling_file, own_vit
 from lightscale.exchange.files.config_fields import (
     Exact,
     Known,
@@ -33,10 +33,11 @@ from lightscale.exchange.files.own_classes import (
 from lightscale.exchange.files.weights import TensorRows, form_of
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LION_MIXERS, LionForm
-from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import FORMS, MixerForm, Shape
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.exchange.plain.relation import RELATION_MIXERS
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
+from lightscale.exchange.plain.toeplitz import ToeplitzForm
 from lightscale.files import open_regular
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.options import RopeScalingOptions
@@ -45,7 +46,10 @@ from lightscale.training.checkpoints.schema import checked
 
 NAME = "config.json"
 _MOST_BYTES = 1 << 22
-_OF_NORMS = ("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap")
+_OF_BLOCKS = (
+    *("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap", "gated_linear_unit"),
+    *("mlp_bias", "norm_elementwise_affine", "head_bias"),
+)
 """Fields of ``Shape`` that config.json has where they are not as usual."""
 _USUAL = {field.name: field.default for field in fields(Shape)}
 
@@ -84,6 +88,8 @@ class _Lion(Exact):
     gate: Literal["leave", "enter"]
     input_gate: bool
     vector_decay: bool = False
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    patch_order: Literal["raster", "alternating"] = "raster"
 
 
 class _ScalarDecay(Exact):
@@ -112,11 +118,40 @@ class _Toeplitz(Exact):
     modes: Width | None
 
 
+class _Image(Exact):
+    """``ImageInputs``."""
+
+    grid: Annotated[list[Width], Field(min_length=2, max_length=2)]
+    patch_size: Annotated[list[Width], Field(min_length=2, max_length=2)]
+    num_channels: Literal[1, 3]
+    leading_tokens: WidthOrZero
+    image_mean: Annotated[list[float], Field(min_length=1, max_length=3)]
+    image_std: Annotated[list[Positive], Field(min_length=1, max_length=3)]
+
+    def form(self) -> ImageInputs:
+        (rows, columns), (height, width) = self.grid, self.patch_size
+        return ImageInputs(
+            grid=(rows, columns),
+            patch_size=(height, width),
+            num_channels=self.num_channels,
+            leading_tokens=self.leading_tokens,
+            image_mean=tuple(self.image_mean),
+            image_std=tuple(self.image_std),
+        )
+
+
 class _Lightscale(Known):
     architectures: Annotated[list[str], Field(min_length=1, max_length=1)]
     mixers: Annotated[list[str], Field(min_length=1, max_length=MOST_LAYERS)]
     gate_ranks: dict[str, Width]
-    glu_activation: Literal["none", "silu", "gelu_tanh"]
+    vocab_size: WidthOrZero
+    """0: of images."""
+    glu_activation: Literal["none", "silu", "gelu", "gelu_tanh"]
+    gated_linear_unit: bool = True
+    mlp_bias: bool = False
+    norm_elementwise_affine: bool = False
+    head_bias: bool = False
+    image: _Image | None = None
     norm: Literal["srmsnorm", "rmsnorm", "layernorm"]
     norm_placement: Literal["pre", "post", "both", "by_mixer"] = "pre"
     zero_centered_norm: bool = False
@@ -139,10 +174,16 @@ class _Lightscale(Known):
     learned_positions: Annotated[int, Field(ge=0, le=MOST_SEQUENCE_TOKENS)] = 0
 
 
+class _Labels(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    id2label: dict[str, str] = Field(default={}, max_length=1_000_000)
+
+
 _CLASSES = {
     "causal": ("LightscaleForCausalLM", "AutoModelForCausalLM"),
     "masked": ("LightscaleForMaskedLM", "AutoModelForMaskedLM"),
     "classify": ("LightscaleForSequenceClassification", "AutoModelForSequenceClassification"),
+    "classify-image": ("LightscaleForImageClassification", "AutoModelForImageClassification"),
 }
 """By task: our class in an export, and transformers' class that finds it."""
 
@@ -157,12 +198,12 @@ def auto_class(shape: Shape) -> str:
 
 def has_own_class(shape: Shape) -> bool:
     """Whether the model is one that transformers computes without our code."""
-    return own_type(shape) is not None
+    return own_vit.computes(shape) or own_type(shape) is not None
 
 
 def written_places(shape: Shape) -> dict[str, TensorRows]:
     """Of every tensor of the plain model, where the files of its export for transformers have it."""
-    return tensor_places(shape, own_type(shape))
+    return own_vit.places(shape) if own_vit.computes(shape) else tensor_places(shape, own_type(shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +231,12 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         "max_position_embeddings": facts.max_tokens,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), facts.eot_id),
     }
+    if shape.image is not None:
+        # Without tokens that begin and end documents.
+        common = {key: value for key, value in common.items() if not key.endswith("_token_id")}
+        del common["max_position_embeddings"]
+    if own_vit.computes(shape):
+        return own_vit.config_of(shape, common) | _labels(shape, facts.classes)
     if (kind := own_type(shape)) is not None:
         keys = own_keys(shape, kind)
         # A window that is longer than all sequences hides nothing in training, and would be taken for none.
@@ -198,9 +245,11 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         architecture = {"architectures": [f"{own_class(kind)}ForCausalLM"], "model_type": kind}
         return {**architecture, **common, **keys, "max_position_embeddings": most}
     module, (own_name, _) = modelling_file.NAME.removesuffix(".py"), _CLASSES[shape.task]
-    autos = {"AutoConfig": "LightscaleConfig", "AutoModel": "LightscaleModel"}
-    # Every model can be fine-tuned to classify.
-    autos |= {auto: own for own, auto in (_CLASSES[shape.task], _CLASSES["classify"])}
+    base = "LightscaleModel" if shape.image is None else "LightscaleImageModel"
+    autos = {"AutoConfig": "LightscaleConfig", "AutoModel": base}
+    # Every model of texts can be fine-tuned to classify.
+    tasks = (shape.task, "classify") if shape.image is None else (shape.task,)
+    autos |= {auto: own for own, auto in (_CLASSES[task] for task in tasks)}
     return {
         "architectures": [own_name],
         "model_type": "lightscale",
@@ -210,12 +259,13 @@ def config_of(shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         "gate_ranks": dict(shape.gate_ranks),
         "glu_activation": shape.glu_activation,
         "norm": shape.norm,
-        **{key: value for key in _OF_NORMS if (value := getattr(shape, key)) != _USUAL[key]},
+        **{key: value for key in _OF_BLOCKS if (value := getattr(shape, key)) != _USUAL[key]},
         **({} if shape.attention == Attention() else {"softmax_attention": asdict(shape.attention)}),
         **({} if shape.local_attention == Attention() else {"local_attention": asdict(shape.local_attention)}),
         **({} if shape.lightnet_causal else {"lightnet_causal": False}),
         **({"lion": {name: asdict(options) for name, options in shape.lion.items()}} if shape.lion else {}),
-        **(_labels(shape, facts.classes) if shape.task == "classify" else {"pooling": _POOLING[shape.task]}),
+        **(_labels(shape, facts.classes) if shape.num_labels else {"pooling": _POOLING[shape.task]}),
+        **({} if shape.image is None else {"image": asdict(shape.image)}),
         **({"scalar_decay": asdict(shape.scalar_decay)} if "decay-attention" in shape.mixers else {}),
         **({"forms": {name: asdict(form) for name, form in shape.forms.items()}} if shape.forms else {}),
         **({} if shape.final_norm else {"final_norm": False}),
@@ -237,7 +287,7 @@ def _labels(shape: Shape, classes: Sequence[str]) -> dict[str, Any]:
 
 def class_names(path: Path) -> list[str]:
     """The names of the classes that ``path``, the config.json of a classifier's export, has, by number; or none."""
-    labels = checked(_Lightscale, _content(path), path).id2label
+    labels = checked(_Labels, _content(path), path).id2label
     unnamed = [f"LABEL_{number}" for number in range(len(labels))]
     names = [labels.get(str(number), unnamed[number]) for number in range(len(labels))]
     return [] if names == unnamed else names
@@ -251,7 +301,7 @@ def _content(path: Path) -> dict[str, Any]:
 def read_config(path: Path) -> tuple[Shape, int, str | None]:
     """Of the model that ``path``, a config.json, describes: the plain shape, the length it was trained on, its type.
 
-    The last is one of ``OWN_TYPES``; None: of our own class.
+    The last is one of ``OWN_TYPES``, or ViT's; None: of our own class.
 
     UserError for another architecture, which is named with those that work, and for values that none of them has.
     """
@@ -260,10 +310,16 @@ def read_config(path: Path) -> tuple[Shape, int, str | None]:
     if kind == "lightscale":
         own = checked(_Lightscale, content, path)
         shape, most = _lightscale_shape(own, path), own.max_position_embeddings
+        if shape.image is not None:
+            most = shape.image.tokens
     elif isinstance(kind, str) and kind in OWN_TYPES:
         shape, most = read_own(content, path)
+    elif kind == own_vit.TYPE:
+        shape = own_vit.read(content, path)
+        assert shape.image is not None
+        most = shape.image.tokens
     else:
-        kinds = ", ".join(("lightscale", *OWN_TYPES[:-1]))
+        kinds = ", ".join(("lightscale", own_vit.TYPE, *OWN_TYPES[:-1]))
         raise UserError(f"{path}: model_type = {shown(repr(kind))}; use {kinds} or {OWN_TYPES[-1]}")
     _check_heads(shape, path)
     return shape, most, None if kind == "lightscale" else kind
@@ -276,7 +332,7 @@ def _lightscale_shape(own: _Lightscale, path: Path) -> Shape:
         gate_ranks=own.gate_ranks,
         glu_activation=own.glu_activation,
         norm=own.norm,
-        **{key: getattr(own, key) for key in _OF_NORMS},
+        **{key: getattr(own, key) for key in _OF_BLOCKS},
         attention=Attention() if own.softmax_attention is None else own.softmax_attention.attention(),
         local_attention=Attention() if own.local_attention is None else own.local_attention.attention(),
         scalar_decay=ScalarDecay() if own.scalar_decay is None else ScalarDecay(**own.scalar_decay.model_dump()),
@@ -317,7 +373,7 @@ def _check_encodings(shape: Shape, path: Path) -> None:
     """UserError for encodings behind the embedding that no layer asks for."""
     if shape.toeplitz != ToeplitzForm() and not shape.encodes():
         raise UserError(f"{path}: toeplitz describes an encoding that no mixer of the model uses")
-    if shape.learned_positions and not {*RELATION_MIXERS} & {*shape.mixers}:
+    if shape.image is None and shape.learned_positions and not {*RELATION_MIXERS} & {*shape.mixers}:
         raise UserError(f"{path}: no mixer of the model uses learned_positions")
 
 
@@ -326,10 +382,29 @@ def _predicted(own: _Lightscale, path: Path) -> dict[str, Any]:
     (name,) = own.architectures
     if name not in tasks:
         raise UserError(f"{path}: architectures = {shown(repr([name]))}; use one of {', '.join(tasks)}")
-    if tasks[name] != "classify":
+    _check_image(own, tasks[name], path)
+    if not tasks[name].startswith("classify"):
         return {"task": tasks[name]}
     # transformers leaves out what it takes for granted: two classes without names.
-    return {"task": "classify", "num_labels": len(own.id2label) or 2, "pooling": own.pooling}
+    found = {"task": tasks[name], "num_labels": len(own.id2label) or 2, "pooling": own.pooling}
+    return found if own.image is None else {**found, "image": own.image.form()}
+
+
+def _check_image(own: _Lightscale, task: str, path: Path) -> None:
+    """UserError for a model of images without these, one of texts with them, and means of other channels."""
+    if (own.image is None) != (own.vocab_size > 0) or (own.image is not None) != (task == "classify-image"):
+        raise UserError(
+            f"{path}: image, vocab_size = {own.vocab_size} and architectures = {own.architectures} do not go together; "
+            f"{_CLASSES['classify-image'][0]} has image and no ids, and others have ids"
+        )
+    if own.image is None:
+        return
+    tokens = own.image.form().tokens
+    if own.learned_positions not in (0, tokens) and not {*RELATION_MIXERS} & {*own.mixers}:
+        raise UserError(f"{path}: learned_positions = {own.learned_positions}, and an image has {tokens} tokens; use 0")
+    for key, values in (("image_mean", own.image.image_mean), ("image_std", own.image.image_std)):
+        if len(values) not in (1, own.image.num_channels):
+            raise UserError(f"{path}: image.{key} has {len(values)} numbers for {own.image.num_channels} channels")
 
 
 def _check_lion(shape: Shape, path: Path) -> None:
@@ -338,6 +413,9 @@ def _check_lion(shape: Shape, path: Path) -> None:
     if mixers != {*shape.lion}:
         raise UserError(f"{path}: lion describes {', '.join(shape.lion) or 'nothing'}, mixers has {', '.join(mixers)}")
     for name, lion in shape.lion.items():
+        if lion.patch_order != "raster" and (shape.image is None or name == "lion-lit"):
+            why = "lion-lit has no decays" if name == "lion-lit" else "the model reads no images"
+            raise UserError(f"{path}: lion.{name}.patch_order = {lion.patch_order!r}: {why}; use 'raster'")
         if lion.vector_decay and (name != "lion-s" or lion.input_gate):
             raise UserError(
                 f"{path}: lion.{name}.vector_decay = true: only lion-s supports it, with input_gate = false"

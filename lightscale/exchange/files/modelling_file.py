@@ -10,14 +10,19 @@ from importlib import resources
 NAME = "modeling_lightscale.py"
 _MODULES = (
     "operators",
+    "patches",
     "mixers",
+    "toeplitz",
     "softmax_mixer",
     "decay_mixer",
     "delta_mixer",
     "lion",
     "relation",
+    "units",
     "model",
+    "transformers_config",
     "transformers_model",
+    "transformers_images",
 )
 _PACKAGE = "lightscale.exchange.plain"
 _HEAD = '''"""A language model of lightscale, whole in one file of plain PyTorch.

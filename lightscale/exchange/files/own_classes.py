@@ -140,7 +140,7 @@ class _Layered(Known):
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     num_key_value_heads: Width | None = None
     head_dim: Width | None = None
-    hidden_act: Literal["silu", "linear", "gelu_pytorch_tanh"] = "silu"
+    hidden_act: Literal["silu", "linear", "gelu", "gelu_pytorch_tanh"] = "silu"
     attention_bias: bool = False
     mlp_bias: Literal[False] = False
     tie_word_embeddings: bool = False
@@ -738,6 +738,8 @@ def read_own(content: dict[str, Any], path: Path) -> tuple[Shape, int]:
 def own_type(shape: Shape) -> str | None:
     """The model_type of transformers' own model that computes ``shape``; None: there is none."""
     mixers = {*shape.mixers}
+    if shape.image is not None:
+        return None
     if not mixers <= {*SOFTMAX_MIXERS, _DELTA} or mixers == {_DELTA} or not shape.intermediate_size:
         return None
     for name, (_, kind) in _CLASSES.items():

@@ -20,7 +20,6 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.exchange.plain.decay_mixer import ScalarDecay
 from lightscale.exchange.plain.lion import LionForm
-from lightscale.exchange.plain.mixers import ToeplitzForm
 from lightscale.exchange.plain.model import (
     BLOCK_NORMS,
     FORMS,
@@ -31,9 +30,11 @@ from lightscale.exchange.plain.model import (
     Shape,
     model_of,
 )
+from lightscale.exchange.plain.patches import ImageInputs
 from lightscale.exchange.plain.relation import RelationForm
 from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
-from lightscale.models.accounting import block_norms, norm_placement
+from lightscale.exchange.plain.toeplitz import ToeplitzForm
+from lightscale.models.accounting import block_norms, norm_parameters, norm_placement
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.decay_attention import DecayAttentionOptions
 from lightscale.models.specs.gated import gate_rank
@@ -86,6 +87,9 @@ _PARTS = {
     "tpe.decay_logit": "model.tpe.decay_logit",
     "tpe.gamma": "model.tpe.gamma",
     "lower_bounds.table": "model.lower_bounds.table",
+    "patches.weight": "model.embed_patches.projection.weight",
+    "patches.bias": "model.embed_patches.projection.bias",
+    "patches.leading": "model.embed_patches.leading",
 }
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
@@ -102,6 +106,7 @@ _OF_MODEL = frozenset(
         *("norm_placement", "zero_centered_norm", "embedding_multiplier", "final_logit_cap"),
         # Of initial weights and steps; what it changes in the forward pass is part of the embedding's multiplier.
         "mup",
+        *("gated_linear_unit", "mlp_bias", "norm_elementwise_affine"),
     }
 )
 """What of a model's configuration is read here."""
@@ -143,8 +148,6 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
 
     UserError where one of its mixers, or something else that its options say, has no plain form.
     """
-    if model.patches is not None:
-        raise UserError("model.patches: models of images cannot be loaded or exported; use a run of texts")
     if unknown := [name for name in dict.fromkeys(model.layers) if name not in MIXER_NAMES]:
         raise UserError(f"model.mixer: {unknown[0]} cannot be loaded or exported; use one of {', '.join(MIXER_NAMES)}")
     _require_known(model)
@@ -166,14 +169,18 @@ def shape_of(model: ModelConfig, *, vocab_size: int, task: str = "causal") -> Sh
         elif isinstance(options, LLaMAOptions):
             attentions[name] = _attention(model, layer, options)
     return Shape(
-        vocab_size=vocab_size,
+        # Images have no ids.
+        vocab_size=vocab_size if model.patches is None else 0,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
         intermediate_size=model.intermediate_size,
         mixers=model.layers,
         gate_ranks=ranks,
         glu_activation=model.glu_activation,
+        gated_linear_unit=model.gated_linear_unit,
+        mlp_bias=model.mlp_bias,
         norm=model.norm,
+        norm_elementwise_affine=model.norm_elementwise_affine,
         norm_placement=model.norm_placement,
         zero_centered_norm=model.zero_centered_norm,
         embedding_multiplier=model.input_multiplier,
@@ -203,12 +210,33 @@ def form_of(name: str, options: BaseModel) -> MixerForm:
 
 def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
     head = model.head
-    return {"task": task} if head is None else {**head.model_dump(), "task": "classify"}
+    if head is None:
+        return {"task": task}
+    of_head = {"num_labels": head.num_labels, "pooling": head.pooling, "head_bias": head.bias}
+    image = image_inputs(model)
+    return {**of_head, "task": "classify"} if image is None else {**of_head, "task": "classify-image", "image": image}
+
+
+def image_inputs(model: ModelConfig) -> ImageInputs | None:
+    """How ``model`` reads images; None: it reads ids."""
+    if model.patches is None or model.grid is None:
+        return None
+    (rows, columns), (height, width) = model.grid.shape, model.patches.size
+    return ImageInputs(
+        grid=(rows, columns),
+        patch_size=(height, width),
+        num_channels=model.patches.channels,
+        leading_tokens=model.grid.leading_tokens,
+        image_mean=tuple(model.patches.mean),
+        image_std=tuple(model.patches.std),
+    )
 
 
 def _require_known(model: ModelConfig) -> None:
     """UserError for a formula that the plain model lacks."""
-    tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, _OF_MODEL)]
+    # A grid without images has no plain form.
+    of_model = _OF_MODEL if model.patches is None else _OF_MODEL | {"grid", "patches"}
+    tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, of_model)]
     for name in dict.fromkeys(model.layers):
         if name in FORMS or name in SOFTMAX_MIXERS:
             known = _OF_LLAMA if name in SOFTMAX_MIXERS else _ELSEWHERE | {one.name for one in fields(FORMS[name])}
@@ -268,7 +296,7 @@ def stored_parts(model: ModelConfig, *, vocab_size: int) -> dict[str, list[Part]
         for start, stop in rows.ranges or ((0, sizes[name][0]),):
             found.setdefault(rows.key, []).append(Part(rows=range(start, stop), name=name, first=first))
             first += stop - start
-    if model.vocab_size > vocab_size:
+    if model.patches is None and model.vocab_size > vocab_size:
         # Where labels are predicted, the output layer has a row for each of these.
         for key in found.keys() & {*(_VOCABULARY if model.head is None else _VOCABULARY[:1])}:
             found[key].append(Part(rows=range(vocab_size, model.vocab_size), name=None))
@@ -310,31 +338,42 @@ def kept_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, TensorRows]]:
     embedding, output = (TensorRows(key=key, ranges=((0, vocab_size),)) for key in _VOCABULARY)
-    yield "model.embed_tokens.weight", embedding
+    if model.patches is None:
+        yield "model.embed_tokens.weight", embedding
     for part in shared_specs(model):
         there = "embedding." if issubclass(part, EmbeddingPartSpec) else ""
         for name in (f"{part.name}.{parameter}" for parameter in part.parameters_of(model)):
             yield _PARTS[name], TensorRows(key=f"{there}{name}")
-    has_norm_weights = model.norm == "rmsnorm"
+    of_norm = norm_parameters(model)
     for layer, mixer in enumerate(model.layers):
         there, here = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        if has_norm_weights:
-            names = BLOCK_NORMS[norm_placement(model, mixer)]
-            for name, own in zip(names, block_norms(model, mixer), strict=False):
-                if own is not None:
-                    yield f"{here}{name}.weight", TensorRows(key=f"{there}{own}.weight")
+        names = BLOCK_NORMS[norm_placement(model, mixer)]
+        for name, own in zip(names, block_norms(model, mixer), strict=False):
+            for kind in of_norm if own is not None else ():
+                yield f"{here}{name}.{kind}", TensorRows(key=f"{there}{own}.{kind}")
         for role, rows in mixer_spec(mixer).roles(model, layer).items():
             key = f"{there}self_attention.{rows.parameter}"
             yield f"{here}mixer.{_ROLES[role]}", TensorRows(key=key, ranges=rows.ranges)
-        if not model.intermediate_size:
-            continue
-        both, inner = f"{there}mlp.linear_fc1.weight", model.intermediate_size
-        yield f"{here}mlp.gate_proj.weight", TensorRows(key=both, ranges=((0, inner),))
-        yield f"{here}mlp.up_proj.weight", TensorRows(key=both, ranges=((inner, 2 * inner),))
-        yield f"{here}mlp.down_proj.weight", TensorRows(key=f"{there}mlp.linear_fc2.weight")
-    if has_norm_weights and model.final_norm:
-        yield "model.norm.weight", TensorRows(key="decoder.final_layernorm.weight")
+        yield from _linear_unit(model, there, here)
+    for kind in of_norm if model.final_norm else ():
+        yield f"model.norm.{kind}", TensorRows(key=f"decoder.final_layernorm.{kind}")
     if model.head is not None:
-        yield "score.weight", TensorRows(key=output.key)
+        for kind in ("weight", "bias") if model.head.bias else ("weight",):
+            yield f"score.{kind}", TensorRows(key=f"output_layer.{kind}")
     elif not model.tie_word_embeddings:
         yield "lm_head.weight", output
+
+
+def _linear_unit(model: ModelConfig, there: str, here: str) -> Iterator[tuple[str, TensorRows]]:
+    """Tensors of the gated linear unit of a layer, or of the two maps in its place."""
+    if not model.intermediate_size:
+        return
+    inner, kinds = model.intermediate_size, ("weight", "bias") if model.mlp_bias else ("weight",)
+    for kind in kinds:
+        both = f"{there}mlp.linear_fc1.{kind}"
+        if model.gated_linear_unit:
+            yield f"{here}mlp.gate_proj.{kind}", TensorRows(key=both, ranges=((0, inner),))
+            yield f"{here}mlp.up_proj.{kind}", TensorRows(key=both, ranges=((inner, 2 * inner),))
+        else:
+            yield f"{here}mlp.up_proj.{kind}", TensorRows(key=both)
+        yield f"{here}mlp.down_proj.{kind}", TensorRows(key=f"{there}mlp.linear_fc2.{kind}")

@@ -47,6 +47,8 @@ class DecayMixer(HeadMixer):
     k_conv: nn.Parameter
     v_conv: nn.Parameter
 
+    of_images = ("coordinates",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -92,7 +94,14 @@ class DecayMixer(HeadMixer):
             for weight in (self.q_conv, self.k_conv, self.v_conv):
                 nn.init.uniform_(weight, -(width**-0.5), width**-0.5)
 
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        coordinates: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state."""
         form, wide = self.form, wide_dtype(x)
         left: State = {}
@@ -105,7 +114,9 @@ class DecayMixer(HeadMixer):
         turns = None
         if form.positions != "none":
             theta = self.theta if form.positions == "lrpe" else rotary_angles(self.head_dim, Attention(), x.device)
-            turns = phases(self.positions(x, mask, state), theta.to(wide))
+            # RoPE turns pairs, by the place in the row.
+            places = self.positions(x, mask, state, coordinates if form.positions == "lrpe" else None)
+            turns = phases(places, theta.to(wide))
             left["position"] = self.next_position(x, mask, state)
         if turns is not None and form.positions == "rope":
             q, k = rotate_pairs(q, turns), rotate_pairs(k, turns)

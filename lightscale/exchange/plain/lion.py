@@ -27,6 +27,10 @@ class LionForm:
     """Whether outputs are divided by the sums of their scores; otherwise a norm over all heads follows."""
     eps: float = 1e-6
     """Added to those sums."""
+    attention_bias: str = "none"
+    """Projections with a bias: none, qkv, or all, outputs too."""
+    patch_order: str = "raster"
+    """Of images: raster, row by row; alternating, the mean of the masks of two other orders."""
     gate: str = "leave"
     """Of two tokens whose decay counts between them, either way: that of the one that is left, or entered ("enter")."""
     input_gate: bool = False
@@ -63,12 +67,23 @@ class LionLITMixer(HeadMixer):
     """
 
     def __init__(self, hidden_size: int, num_heads: int, *, lion: LionForm | None = None, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, num_heads, eps=eps)
-        self.lion = lion or LionForm(feature_map="elu")
-        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        lion = lion or LionForm(feature_map="elu")
+        biases = lion.attention_bias != "none", lion.attention_bias == "all"
+        super().__init__(hidden_size, num_heads, eps=eps, bias=biases[0], output_bias=biases[1])
+        self.lion = lion
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=biases[0])
 
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """x: (b, n, d), normalised -> the same, and no state."""
+    of_images = ("orders",)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        orders: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """x: (b, n, d), normalised -> the same, and no state. ``orders``: (2, n), of the patches of images."""
         refuse_state(self, state)
         lion, wide = self.lion, wide_dtype(x)
         v = self.heads(self.v_proj(x))
@@ -84,18 +99,33 @@ class LionLITMixer(HeadMixer):
             q, k = (heads.repeat_interleave(v.shape[-1], dim=2) for heads in (q, k))
             wide_v = wide_v.flatten(2)[..., None]
         if lion.scale:
-            y = two_way_attention(q, k, torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1), log_decay, lion.gate)
+            wide_v = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
+        if lion.patch_order == "raster":
+            y = two_way_attention(q, k, wide_v, log_decay, lion.gate)
+        elif orders is None:
+            raise ValueError("patch_order = 'alternating': orders must be given, those of the patches of an image")
+        else:
+            y = in_orders((q, k, wide_v, log_decay), orders, lion.gate)
+        if lion.scale:
             o = over_sums(y[..., :-1], y[..., -1:], lion.eps).to(v.dtype).flatten(2)
         else:
             # Not divided by their sums, outputs grow with the row: the norm takes that out.
-            y = two_way_attention(q, k, wide_v, log_decay, lion.gate).to(v.dtype)
-            o = rms_norm(y.flatten(2), None, self.eps)
+            o = rms_norm(y.to(v.dtype).flatten(2), None, self.eps)
         mixed: Tensor = self.o_proj(o)
         return mixed, {}
 
     def gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The keys (b, n, h, k) as they are written, and the log decays (b, n, h) or (b, n, h v), fp32 at least."""
         return k, x.new_zeros(*x.shape[:2], self.num_heads, dtype=wide_dtype(x))
+
+
+def in_orders(inputs: tuple[Tensor, Tensor, Tensor, Tensor], orders: Tensor, gate: str) -> Tensor:
+    """``two_way_attention`` of tokens in each of ``orders`` (2, n), each output back in its place; their mean."""
+    found = []
+    for order in orders:
+        q, k, v, log_decay = (x[:, order] for x in inputs)
+        found.append(two_way_attention(q, k, v, log_decay, gate)[:, order.argsort()])
+    return (found[0] + found[1]) / 2
 
 
 class LionRetNetMixer(LionLITMixer):

@@ -21,7 +21,6 @@ from lightscale.exchange.plain.operators import (
     rotated_features,
     softmax_average,
     softmax_scan,
-    toeplitz_scan,
     token_positions,
     wide_dtype,
 )
@@ -83,8 +82,12 @@ class HeadMixer(nn.Module):
         """(b, n, h k) -> (b, n, h, k)"""
         return projected.unflatten(-1, (-1, self.head_dim))
 
-    def positions(self, x: Tensor, mask: Tensor | None, state: State | None) -> Tensor:
-        """(b, n), of the tokens of x (b, n, …) in their documents."""
+    def positions(
+        self, x: Tensor, mask: Tensor | None, state: State | None, coordinates: Tensor | None = None
+    ) -> Tensor:
+        """(b, n), of the tokens of x (b, n, …) in their documents; or their ``coordinates``, (b, n, axes)."""
+        if coordinates is not None:
+            return coordinates
         start = x.new_zeros(x.size(0), dtype=torch.int64) if state is None else state["position"]
         return token_positions(x.size(1), mask, start)
 
@@ -113,6 +116,8 @@ class GatedForm:
 class GatedOutputMixer(HeadMixer):
     """With a gate, mostly low-rank, on the normalised output: W_o (norm(o) * sigmoid(x W_down W_up))."""
 
+    of_images = ("coordinates",)
+    """What ``forward`` takes of images: ``coordinates`` (b, n, axes) of tokens, for the angles of its positions."""
     form: GatedForm
 
     def __init__(
@@ -205,14 +210,20 @@ class TNLMixer(GatedOutputMixer):
             self.register_parameter("theta", None)
 
     def forward(
-        self, x: Tensor, state: State | None = None, mask: Tensor | None = None, *, raw: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        raw: Tensor | None = None,
+        coordinates: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, K, k). raw: see ``gate``."""
         q, k, v = F.silu(self.heads(self.q_proj(x))), F.silu(self.heads(self.k_proj(x))), self.heads(self.v_proj(x))
         wide = wide_dtype(x)
         left: State = {}
         if self.theta is not None:
-            turns = phases(self.positions(x, mask, state), self.theta.to(wide))
+            turns = phases(self.positions(x, mask, state, coordinates), self.theta.to(wide))
             q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
             left["position"] = self.next_position(x, mask, state)
         log_decay = tnl_log_decays(self.form.decay, self.num_heads, self.layer, self.num_layers, x.device)
@@ -238,12 +249,18 @@ class CosFormer2Mixer(GatedOutputMixer):
         self.theta = nn.Parameter(wavelengths(1, self.head_dim).repeat(num_heads, 1).float())
 
     def forward(
-        self, x: Tensor, state: State | None = None, mask: Tensor | None = None, *, raw: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        raw: Tensor | None = None,
+        coordinates: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, 2k, k). raw: see ``gate``."""
         q, k, v = F.silu(self.heads(self.q_proj(x))), F.silu(self.heads(self.k_proj(x))), self.heads(self.v_proj(x))
         wide = wide_dtype(x)
-        turns = phases(self.positions(x, mask, state), self.theta.to(wide))
+        turns = phases(self.positions(x, mask, state, coordinates), self.theta.to(wide))
         q, k = (rotated_features(y.to(wide), turns) for y in (q, k))
         no_decay = x.new_zeros(self.num_heads, dtype=wide)
         o, S = linear_attention(q, k, v, no_decay, self.matrix_state(x, state, k.size(-1)), mask)
@@ -305,7 +322,13 @@ class LightNetMixer(GatedOutputMixer):
             self.decay_up = nn.Linear(self.head_dim, hidden_size, bias=False)
 
     def forward(
-        self, x: Tensor, state: State | None = None, mask: Tensor | None = None, *, raw: Tensor | None = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        *,
+        raw: Tensor | None = None,
+        coordinates: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``z``: (b, h, k), ``S``: (b, h, 2k, k). raw: see ``gate``.
 
@@ -317,8 +340,9 @@ class LightNetMixer(GatedOutputMixer):
         left: State = {}
         turns = None
         if self.form.lrpe:
-            theta = wavelengths(self.num_heads, self.head_dim, x.device) if self.theta is None else self.theta
-            turns = phases(self.positions(x, mask, state), theta.to(wide_dtype(x)))
+            axes = 1 if coordinates is None else coordinates.size(-1)
+            theta = wavelengths(self.num_heads, self.head_dim, x.device, axes) if self.theta is None else self.theta
+            turns = phases(self.positions(x, mask, state, coordinates), theta.to(wide_dtype(x)))
             if self.causal:
                 left["position"] = self.next_position(x, mask, state)
         apart = None if self.form.shared_decay else self.heads(self.decay_up(self.decay_down(x)))
@@ -444,46 +468,8 @@ def log_forget(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(bounded, torch.where(large, near_one, near_zero), F.logsigmoid(logits)), key
 
 
-def wavelengths(num_heads: int, width: int, device: torch.device | None = None) -> Tensor:
-    """(h, k) fp64: the angles per token 10000^(-2j / (h k)), j counted over heads and channels."""
-    j = torch.arange(num_heads * width, dtype=torch.float64, device=device)
-    return torch.pow(10000.0, -2 * j / (num_heads * width)).view(num_heads, width)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToeplitzForm:
-    """The form of the positional encoding behind the embedding."""
-
-    form: str = "residual"
-    """residual: x + y, weights learned; printed: y alone, weights of 1."""
-    modes: int | None = None
-    """Decays; None: hidden_size / num_attention_heads."""
-
-
-class ToeplitzEncoding(nn.Module):
-    """Positions by a causal convolution per channel, a sum of decaying modes: x + y. Stands behind the embedding.
-
-    Args:
-        hidden_size: d.
-        num_modes: e, the decays that all channels share.
-        printed: y alone, whose modes have no weights.
-    """
-
-    gamma: nn.Parameter | None
-
-    def __init__(self, hidden_size: int, num_modes: int, *, printed: bool = False) -> None:
-        super().__init__()
-        # Time scales from 1 to 4096 tokens.
-        scales = torch.logspace(0, math.log10(4096), num_modes, dtype=torch.float64)
-        self.decay_logit = nn.Parameter(torch.logit(torch.exp(-1 / scales)).float())
-        self.register_parameter("gamma", None if printed else nn.Parameter(torch.empty(hidden_size, num_modes)))
-        if self.gamma is not None:
-            nn.init.normal_(self.gamma, std=0.02 / math.sqrt(num_modes))
-
-    def forward(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """x: (b, n, d) -> the same and the state ``u``: (b, d, e)."""
-        gamma = x.new_ones(x.size(-1), len(self.decay_logit)) if self.gamma is None else self.gamma
-        u = x.new_zeros(x.size(0), *gamma.shape, dtype=wide_dtype(x)) if state is None else state["u"]
-        log_decay = F.logsigmoid(self.decay_logit.to(u.dtype))
-        y, u = toeplitz_scan(x, log_decay, gamma, u, mask)
-        return (y if self.gamma is None else x + y), {"u": u}
+def wavelengths(num_heads: int, width: int, device: torch.device | None = None, axes: int = 1) -> Tensor:
+    """(h, k) fp64: the angles per token 10000^(-2j / (h k)), j counted over heads and channels, for each axis anew."""
+    channels = num_heads * width // axes
+    j = torch.arange(channels, dtype=torch.float64, device=device)
+    return torch.pow(10000.0, -2 * j / channels).view(num_heads, -1).repeat(1, axes)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,13 +20,22 @@ from lightscale.exchange.plain.mixers import (
     State,
     TNLForm,
     TNLMixer,
-    ToeplitzEncoding,
-    ToeplitzForm,
-    lower_bounds,
 )
-from lightscale.exchange.plain.operators import rms_norm, token_positions, wide_dtype
+from lightscale.exchange.plain.patches import ImageInputs, PatchMap, alternating_orders, coordinates, interpolated
 from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
 from lightscale.exchange.plain.softmax_mixer import Attention, SoftmaxMixer
+from lightscale.exchange.plain.toeplitz import ToeplitzEncoding, ToeplitzForm
+from lightscale.exchange.plain.units import (
+    BoundTable,
+    GatedUnit,
+    LabelScores,
+    Norm,
+    Perceptron,
+    PositionTable,
+    TokenEmbedding,
+    pooled,
+    soft_capped,
+)
 
 SOFTMAX_MIXERS = ("llama", "llama-local")
 """Two kinds of layers that attend by softmax, each with a shape of its own."""
@@ -63,9 +71,15 @@ class Shape:
     gate_ranks: Mapping[str, int] = field(default_factory=dict)
     """Inner width of the output gate, by mixer; hidden_size / num_attention_heads where it is not said."""
     glu_activation: str = "none"
-    """Of the gate in the gated linear units: none, silu or gelu_tanh."""
+    """Of the gate in the gated linear units, or between two linear maps: none, silu, gelu or gelu_tanh."""
+    gated_linear_unit: bool = True
+    """Whether blocks have a gated linear unit; false: two linear maps with the activation between them."""
+    mlp_bias: bool = False
+    """Whether these maps have biases."""
     norm: str = "srmsnorm"
-    """srmsnorm, which has no weight, rmsnorm, or layernorm, which has none."""
+    """srmsnorm, which has no weight, rmsnorm, or layernorm."""
+    norm_elementwise_affine: bool = False
+    """Whether layernorm has a weight and a bias."""
     norm_placement: str = "pre"
     """Norms in a block: pre, on the inputs of mixer and gated linear unit; post, on their outputs; both; by_mixer, post
     with softmax attention and pre with others."""
@@ -97,11 +111,16 @@ class Shape:
     learned_positions: int = 0
     """Rows of a table of positions, which is added to the embedding; 0: none."""
     task: str = "causal"
-    """What is predicted: causal, the next token; masked, tokens that were hidden; classify, a label of the row."""
+    """What is predicted: causal, the next token; masked, tokens that were hidden; classify, a label of the row;
+    classify-image, a label of the image."""
     num_labels: int = 0
     """Classes, of a classifier."""
     pooling: str = "mean"
     """What a classifier sees of a row: the mean of its tokens' states, or that of the first or last."""
+    head_bias: bool = False
+    """Whether its output layer has a bias."""
+    image: ImageInputs | None = None
+    """Of a model that reads images, how; None: it reads token ids."""
 
     def reads_both_ways(self) -> bool:
         """Whether a layer reads what comes behind a token; such a model has no states, and cannot continue a text."""
@@ -123,41 +142,11 @@ class Shape:
         return "cosformer2" in self.mixers or ("lightnet" in self.mixers and lightnet.tpe)
 
 
-class Norm(nn.Module):
-    """RMS norm over the last dim, with a weight or without; ``centered``: of x less its mean, LayerNorm's.
-
-    ``zero_centered``: times 1 + weight, not the weight.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        eps: float = 1e-6,
-        weight: bool = False,
-        centered: bool = False,
-        zero_centered: bool = False,
-    ) -> None:
-        super().__init__()
-        self.eps, self.centered, self.zero_centered = eps, centered, zero_centered
-        self.weight: nn.Parameter | None
-        initial = torch.zeros(hidden_size) if zero_centered else torch.ones(hidden_size)
-        self.register_parameter("weight", nn.Parameter(initial) if weight else None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (…, d) -> (…, d)"""
-        weight: Tensor | None = self.weight
-        if weight is not None and self.zero_centered:
-            weight = 1 + weight.to(wide_dtype(x))
-        if not self.centered:
-            return rms_norm(x, weight, self.eps)
-        wide = x.to(wide_dtype(x))
-        return rms_norm(wide - wide.mean(-1, keepdim=True), weight, self.eps).to(x.dtype)
-
-
 def block_norm(shape: Shape) -> Norm:
     """The norm of blocks and of the model's end."""
     kind = {"srmsnorm": {}, "rmsnorm": {"weight": True}, "layernorm": {"centered": True}}[shape.norm]
+    if shape.norm_elementwise_affine:
+        kind |= {"weight": True, "bias": True}
     return Norm(shape.hidden_size, eps=shape.rms_norm_eps, zero_centered=shape.zero_centered_norm, **kind)
 
 
@@ -171,37 +160,6 @@ BLOCK_NORMS: dict[str, tuple[str, str, str, str]] = {
 }
 """By a block's placement transformers' names of the norms before and behind the mixer, before and behind the gated
 linear unit; empty: there is none."""
-
-
-def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap tanh(logits / cap), rounded once; None: the logits."""
-    if cap is None:
-        return logits
-    return (cap * torch.tanh(logits.to(wide_dtype(logits)) / cap)).to(logits.dtype)
-
-
-class GatedUnit(nn.Module):
-    """The gated linear unit, W_down (act(x W_gate) * x W_up); ``activation`` none, silu or gelu_tanh."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, *, activation: str = "none") -> None:
-        super().__init__()
-        if activation not in ("none", "silu", "gelu_tanh"):
-            raise ValueError(f"activation {activation!r} must be none, silu or gelu_tanh")
-        self.activation = activation
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (…, d) -> (…, d)"""
-        gate, up = (y.to(wide_dtype(x)) for y in (self.gate_proj(x), self.up_proj(x)))
-        if self.activation == "silu":
-            gate = F.silu(gate)
-        elif self.activation == "gelu_tanh":
-            gate = F.gelu(gate, approximate="tanh")
-        # Rounded once, as in training.
-        out: Tensor = self.down_proj((gate * up).to(x.dtype))
-        return out
 
 
 def make_mixer(shape: Shape, layer: int) -> nn.Module:
@@ -246,8 +204,11 @@ class Block(nn.Module):
             self.add_module(name, block_norm(shape))
         self.mixer = make_mixer(shape, layer)
         self.reads_raw = getattr(self.mixer, "reads_raw", False)
+        self.of_images = getattr(self.mixer, "of_images", ())
         if self.has_unit:
-            self.mlp = GatedUnit(shape.hidden_size, shape.intermediate_size, activation=shape.glu_activation)
+            of_unit: dict[str, Any] = {"activation": shape.glu_activation, "bias": shape.mlp_bias}
+            unit = GatedUnit if shape.gated_linear_unit else Perceptron
+            self.mlp = unit(shape.hidden_size, shape.intermediate_size, **of_unit)
 
     def normed(self, x: Tensor, place: int) -> Tensor:
         """x by the norm at a place of ``BLOCK_NORMS``, where there is one."""
@@ -259,55 +220,12 @@ class Block(nn.Module):
         """x: (b, n, d) -> the same and the mixer's state. ``of_model``: what a mixer takes from the model."""
         if self.reads_raw:
             of_model["raw"] = x
+        for name in ("coordinates", "orders"):
+            if name not in self.of_images:
+                of_model.pop(name, None)
         mixed, left = self.mixer(self.normed(x, 0), state, mask, **of_model)
         x = x + self.normed(mixed, 1)
         return (x + self.normed(self.mlp(self.normed(x, 2)), 3) if self.has_unit else x), left
-
-
-class TokenEmbedding(nn.Embedding):
-    """Token ids to rows of a table, times ``multiplier``, which is rounded to their dtype as transformers has it."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, multiplier: float = 1.0) -> None:
-        super().__init__(num_embeddings, embedding_dim)
-        self.multiplier = multiplier
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (b, n) int64 -> (b, n, d)"""
-        rows = super().forward(x)
-        return rows if self.multiplier == 1 else rows * rows.new_full((), self.multiplier)
-
-
-class BoundTable(nn.Module):
-    """The table that the lower bounds of all HGRN2 layers come from: (l, d); ``kind`` see ``lower_bounds``."""
-
-    def __init__(self, num_layers: int, hidden_size: int, *, kind: str = "from_zero") -> None:
-        super().__init__()
-        self.kind = kind
-        self.table = nn.Parameter(torch.ones(num_layers, hidden_size))
-
-    def forward(self) -> Tensor:
-        """(l, d), fp32 at least."""
-        return lower_bounds(self.table.to(torch.promote_types(self.table.dtype, torch.float32)), self.kind)
-
-
-class PositionTable(nn.Embedding):
-    """x + p of learned positions p, as in GPT-2 and BERT. Stands behind the embedding, before other encodings.
-
-    Args:
-        num_positions: tokens of the longest document; hidden_size: d.
-    """
-
-    def __init__(self, num_positions: int, hidden_size: int) -> None:
-        super().__init__(num_positions, hidden_size)
-
-    def encode(self, x: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
-        """x: (b, n, d) -> the same and the state, ``next``: (b,) of positions. ValueError for longer documents."""
-        start = x.new_zeros(x.size(0), dtype=torch.int64) if state is None else state["next"]
-        left = start + (x.size(1) if mask is None else mask.sum(1))
-        # What is compiled does not wait for a GPU to answer.
-        if not torch.compiler.is_compiling() and int(left.max()) > self.num_embeddings:
-            raise ValueError(f"{int(left.max())} tokens, but the model has {self.num_embeddings} learned positions")
-        return x + self(token_positions(x.size(1), mask, start)), {"next": left}
 
 
 class Decoder(nn.Module):
@@ -321,13 +239,18 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape, *of_base: Any) -> None:
         super().__init__(*of_base)
         self.mixers = tuple(shape.mixers)
-        self.embed_tokens = TokenEmbedding(shape.vocab_size, shape.hidden_size, multiplier=shape.embedding_multiplier)
+        if shape.image is None:
+            rows = shape.vocab_size
+            self.embed_tokens = TokenEmbedding(rows, shape.hidden_size, multiplier=shape.embedding_multiplier)
+        else:
+            self.embed_patches = PatchMap(shape.image, shape.hidden_size)
         d, self.positions, self.tpe, self.lower_bounds = shape.hidden_size, None, None, None
+        axes = 1 if shape.image is None else 2
         if shape.learned_positions:
             self.positions = PositionTable(shape.learned_positions, d)
         if shape.encodes():
             modes = shape.toeplitz.modes or d // shape.num_attention_heads
-            self.tpe = ToeplitzEncoding(d, modes, printed=shape.toeplitz.form == "printed")
+            self.tpe = ToeplitzEncoding(d, modes, printed=shape.toeplitz.form == "printed", axes=axes)
         if "hgrn2" in self.mixers:
             hgrn2 = shape.forms.get("hgrn2", HGRN2Form())
             assert isinstance(hgrn2, HGRN2Form), type(hgrn2)
@@ -365,9 +288,21 @@ class Decoder(nn.Module):
         if self.tpe is not None:
             x, left = self.tpe(x, before[0], mask)
             after[0].update(left)
+        return self.layers_output(x, before, after, mask, trace)
+
+    def layers_output(
+        self,
+        x: Tensor,
+        before: Sequence[State | None],
+        after: list[State],
+        mask: Tensor | None = None,
+        trace: list[Tensor] | None = None,
+        **of_all: Tensor,
+    ) -> tuple[Tensor, list[State]]:
+        """The layers and the last norm, of embedded and encoded tokens; ``of_all``: what all mixers are offered."""
         bounds = None if self.lower_bounds is None else self.lower_bounds()
         for number, layer in enumerate(self.layers):
-            of_model = {}
+            of_model = dict(of_all)
             if bounds is not None and self.mixers[number] == "hgrn2":
                 of_model["lower_bound"] = bounds[number]
             if trace is not None:
@@ -421,17 +356,6 @@ class MaskedModel(nn.Module):
         return soft_capped(F.linear(self.model(x, None, mask)[0], output.weight[:-1]), self.shape.final_logit_cap)
 
 
-class LabelScores(nn.Linear):
-    """Pooled activations to logits of labels, in the dtype of the activations."""
-
-    def __init__(self, hidden_size: int, num_labels: int) -> None:
-        super().__init__(hidden_size, num_labels, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (b, d) -> (b, labels)"""
-        return F.linear(x, self.weight.to(x.dtype))
-
-
 class Classifier(nn.Module):
     """Token ids to logits of the row's label."""
 
@@ -439,7 +363,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
-        self.score = LabelScores(shape.hidden_size, shape.num_labels)
+        self.score = LabelScores(shape.hidden_size, shape.num_labels, bias=shape.head_bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: (b, n), or their embeddings; mask: (b, n) bool, the real tokens -> (b, labels), fp32 at least."""
@@ -447,22 +371,50 @@ class Classifier(nn.Module):
         return logits
 
 
-def pooled(hidden: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
-    """hidden: (b, n, d) -> (b, d), fp32 at least: the mean of the real tokens, or the first or last of them."""
-    hidden = hidden.to(wide_dtype(hidden))
-    if mask is None:
-        mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-    if pooling == "mean":
-        return torch.where(mask[..., None], hidden, 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
-    places = torch.arange(mask.size(1), device=mask.device)
-    if pooling == "last":
-        at = torch.where(mask, places, 0).amax(1)
-    else:
-        at = torch.where(mask, places, mask.size(1) - 1).amin(1)
-    return hidden[torch.arange(len(at), device=at.device), at]
+class ImageDecoder(Decoder):
+    """Pixels of images to activations behind the last norm."""
+
+    def pixels_output(self, pixel_values: Tensor, *, interpolate: bool = False) -> Tensor:
+        """pixel_values: (b, channels, height, width), scaled and normalised -> (b, n, d).
+
+        ValueError for images of another size than in training, unless ``interpolate``: learned positions are
+        interpolated, others are coordinates.
+        """
+        x, grid = self.embed_patches(pixel_values, any_size=interpolate)
+        if self.positions is not None:
+            table = self.positions.weight
+            x = x + (
+                table[: grid.tokens] if grid == self.embed_patches.image else interpolated(table, self.image, grid)
+            )
+        if self.tpe is not None:
+            x = self.tpe.along_axes(x, grid)
+        states: list[State | None] = [None] * (1 + len(self.layers))
+        orders = alternating_orders(grid, x.device)
+        return self.layers_output(x, states, [{}], coordinates=coordinates(grid, x.device), orders=orders)[0]
+
+    @property
+    def image(self) -> ImageInputs:
+        """That of training."""
+        return self.embed_patches.image
 
 
-PlainModel = CausalModel | MaskedModel | Classifier
+class ImageClassifier(nn.Module):
+    """Pixels of images to logits of their labels."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = ImageDecoder(shape)
+        self.score = LabelScores(shape.hidden_size, shape.num_labels, bias=shape.head_bias)
+
+    def forward(self, pixel_values: Tensor, *, interpolate: bool = False) -> Tensor:
+        """As ``ImageDecoder.pixels_output``, to (b, labels), fp32 at least."""
+        hidden = self.model.pixels_output(pixel_values, interpolate=interpolate)
+        logits: Tensor = self.score(pooled(hidden, None, self.shape.pooling))
+        return logits
+
+
+PlainModel = CausalModel | MaskedModel | Classifier | ImageClassifier
 
 
 def model_of(shape: Shape) -> PlainModel:
@@ -474,4 +426,6 @@ def model_of(shape: Shape) -> PlainModel:
             return MaskedModel(shape)
         case "classify":
             return Classifier(shape)
-    raise ValueError(f"unknown task {shape.task!r}; use causal, masked or classify")
+        case "classify-image":
+            return ImageClassifier(shape)
+    raise ValueError(f"unknown task {shape.task!r}; use causal, masked, classify or classify-image")

@@ -1,4 +1,4 @@
-"""The model as transformers has models: its configuration, its cache of states, and the classes that are loaded."""
+"""The model as transformers has models: its cache of states, and the classes that are loaded."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -17,111 +17,21 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import can_return_tuple
 
-from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
+from lightscale.exchange.plain.decay_mixer import DecayMixer
 from lightscale.exchange.plain.delta_mixer import DeltaNetMixer
-from lightscale.exchange.plain.lion import LionForm
 from lightscale.exchange.plain.mixers import (
     CosFormer2Mixer,
     LightNetMixer,
     State,
     TNLMixer,
-    ToeplitzEncoding,
-    ToeplitzForm,
     wavelengths,
 )
-from lightscale.exchange.plain.model import FORMS, BoundTable, Decoder, LabelScores, Norm, Shape, pooled, soft_capped
-from lightscale.exchange.plain.softmax_mixer import Attention, QueryKeyNorm, RopeScaling
-
-
-class LightscaleConfig(PreTrainedConfig):
-    """The shape of a lightscale model; the arguments are those of ``Shape``."""
-
-    model_type = "lightscale"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
-
-    def __init__(
-        self,
-        vocab_size: int = 512,
-        hidden_size: int = 64,
-        num_attention_heads: int = 4,
-        intermediate_size: int = 192,
-        mixers: Sequence[str] = ("tnl", "tnl"),
-        gate_ranks: dict[str, int] | None = None,
-        glu_activation: str = "none",
-        norm: str = "srmsnorm",
-        norm_placement: str = "pre",
-        zero_centered_norm: bool = False,
-        embedding_multiplier: float = 1.0,
-        final_logit_cap: float | None = None,
-        rms_norm_eps: float = 1e-6,
-        initializer_range: float = 0.02,
-        tie_word_embeddings: bool = True,
-        softmax_attention: dict[str, Any] | None = None,
-        local_attention: dict[str, Any] | None = None,
-        lightnet_causal: bool = True,
-        lion: dict[str, dict[str, Any]] | None = None,
-        pooling: str = "mean",
-        scalar_decay: dict[str, Any] | None = None,
-        forms: dict[str, dict[str, Any]] | None = None,
-        final_norm: bool = True,
-        toeplitz: dict[str, Any] | None = None,
-        learned_positions: int = 0,
-        **more: Any,
-    ) -> None:
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.num_attention_heads, self.num_hidden_layers = num_attention_heads, len(mixers)
-        self.mixers, self.gate_ranks = list(mixers), dict(gate_ranks or {})
-        self.glu_activation, self.norm, self.rms_norm_eps = glu_activation, norm, rms_norm_eps
-        self.norm_placement, self.zero_centered_norm = norm_placement, zero_centered_norm
-        self.embedding_multiplier, self.final_logit_cap = embedding_multiplier, final_logit_cap
-        self.initializer_range = initializer_range
-        # The fields of ``Attention``, of the mixers "llama" and "llama-local".
-        self.softmax_attention, self.local_attention = softmax_attention, local_attention
-        self.lightnet_causal, self.pooling = lightnet_causal, pooling
-        # The fields of ``LionForm``, by mixer.
-        self.lion = lion or {}
-        # Those of ``ScalarDecay``.
-        self.scalar_decay = scalar_decay
-        # Those of the types in ``FORMS``, by mixer, and of ``ToeplitzForm``.
-        self.forms, self.toeplitz = forms or {}, toeplitz
-        self.final_norm, self.learned_positions = final_norm, learned_positions
-        more.pop("num_hidden_layers", None)
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
-
-    def shape(self) -> Shape:
-        """What the modules are made of."""
-        attention, local = (_attention(table or {}) for table in (self.softmax_attention, self.local_attention))
-        return Shape(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            intermediate_size=self.intermediate_size,
-            mixers=tuple(self.mixers),
-            gate_ranks=self.gate_ranks,
-            glu_activation=self.glu_activation,
-            norm=self.norm,
-            rms_norm_eps=self.rms_norm_eps,
-            norm_placement=self.norm_placement,
-            zero_centered_norm=self.zero_centered_norm,
-            embedding_multiplier=self.embedding_multiplier,
-            final_logit_cap=self.final_logit_cap,
-            attention=attention,
-            local_attention=local,
-            scalar_decay=ScalarDecay(**(self.scalar_decay or {})),
-            tied=self.tie_word_embeddings,
-            lightnet_causal=self.lightnet_causal,
-            lion={name: LionForm(**options) for name, options in self.lion.items()},
-            pooling=self.pooling,
-            forms={name: FORMS[name](**options) for name, options in self.forms.items()},
-            final_norm=self.final_norm,
-            toeplitz=ToeplitzForm(**(self.toeplitz or {})),
-            learned_positions=self.learned_positions,
-        )
-
-
-def _attention(table: dict[str, Any]) -> Attention:
-    scaling = table.get("rope_scaling")
-    return Attention(**table | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+from lightscale.exchange.plain.model import Decoder
+from lightscale.exchange.plain.patches import PatchMap
+from lightscale.exchange.plain.softmax_mixer import QueryKeyNorm
+from lightscale.exchange.plain.toeplitz import ToeplitzEncoding
+from lightscale.exchange.plain.transformers_config import LightscaleConfig
+from lightscale.exchange.plain.units import BoundTable, LabelScores, Norm, pooled, soft_capped
 
 
 class StateCache:
@@ -247,20 +157,26 @@ class LightscalePreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, (Norm, QueryKeyNorm)) and module.weight is not None:
             nn.init.constant_(module.weight, 0.0 if module.zero_centered else 1.0)
+            if isinstance(module, Norm) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, PatchMap) and module.leading is not None:
+            nn.init.normal_(module.leading, std=std)
         elif isinstance(module, BoundTable):
             nn.init.ones_(module.table)
         elif isinstance(module, ToeplitzEncoding):
-            num_modes = len(module.decay_logit)
+            num_modes, axes = module.decay_logit.size(-1), 1 if self.config.image is None else 2
             scales = torch.logspace(0, math.log10(4096), num_modes, dtype=torch.float64)
             module.decay_logit.copy_(torch.logit(torch.exp(-1 / scales)))
             if module.gamma is not None:
-                nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes))
+                nn.init.normal_(module.gamma, std=std / math.sqrt(num_modes * axes))
         elif isinstance(module, (TNLMixer, LightNetMixer)) and module.theta is not None:
-            module.theta.copy_(wavelengths(*module.theta.shape))
+            heads, width = module.theta.shape
+            module.theta.copy_(wavelengths(heads, width, axes=1 if self.config.image is None else 2))
         elif isinstance(module, (DecayMixer, DeltaNetMixer)):
             module.begin()
         elif isinstance(module, CosFormer2Mixer):
-            module.theta.copy_(wavelengths(1, module.theta.size(1)).expand_as(module.theta))
+            of_head = wavelengths(1, module.theta.size(1), axes=1 if self.config.image is None else 2)
+            module.theta.copy_(of_head.expand_as(module.theta))
 
 
 def given_tokens(
@@ -277,27 +193,21 @@ def given_tokens(
     return x, attention_mask[:, -x.size(1) :].bool()
 
 
-class LightscaleModel(Decoder, LightscalePreTrainedModel):
-    """Token ids to activations behind the last norm."""
+class RecomputedLayers:
+    """Gradient checkpointing of a ``Decoder``, before which it stands among the base classes."""
 
-    # Of transformers.
-    config: LightscaleConfig
-    post_init: Callable[[], None]
+    # transformers sets them.
+    gradient_checkpointing = False
+    training: bool
     _gradient_checkpointing_func: Callable[..., Any]
-
-    def __init__(self, config: LightscaleConfig) -> None:
-        super().__init__(config.shape(), config)
-        self.has_states = not config.shape().reads_both_ways()
-        # transformers sets it, and the function.
-        self.gradient_checkpointing = False
-        self.post_init()
 
     def layer_output(
         self, layer: nn.Module, x: Tensor, state: State | None, mask: Tensor | None, **of_model: Tensor
     ) -> tuple[Tensor, State]:
         """As ``Decoder``; with gradient checkpointing it is computed a second time in the backward pass."""
         if not (self.gradient_checkpointing and self.training):
-            return super().layer_output(layer, x, state, mask, **of_model)
+            found: tuple[Tensor, State] = super().layer_output(layer, x, state, mask, **of_model)  # type: ignore[misc]
+            return found
 
         def again(x: Tensor, state: State | None, mask: Tensor | None, *of_model_: Tensor) -> tuple[Tensor, State]:
             found: tuple[Tensor, State] = layer(x, state, mask, **dict(zip(of_model, of_model_, strict=True)))
@@ -306,6 +216,19 @@ class LightscaleModel(Decoder, LightscalePreTrainedModel):
         # Tensors are arguments: what a closure has gets no gradient from the form that is called reentrant.
         recomputed: tuple[Tensor, State] = self._gradient_checkpointing_func(again, x, state, mask, *of_model.values())
         return recomputed
+
+
+class LightscaleModel(RecomputedLayers, Decoder, LightscalePreTrainedModel):
+    """Token ids to activations behind the last norm."""
+
+    # Of transformers.
+    config: LightscaleConfig
+    post_init: Callable[[], None]
+
+    def __init__(self, config: LightscaleConfig) -> None:
+        super().__init__(config.shape(), config)
+        self.has_states = not config.shape().reads_both_ways()
+        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -468,7 +391,7 @@ class LightscaleForSequenceClassification(LightscalePreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = LightscaleModel(config)
-        self.score = LabelScores(config.hidden_size, config.num_labels)
+        self.score = LabelScores(config.hidden_size, config.num_labels, bias=config.head_bias)
         self.post_init()
 
     @can_return_tuple

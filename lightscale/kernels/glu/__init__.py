@@ -46,7 +46,7 @@ def glu(x: Tensor, activation: str = "none", *, backend: str = AUTO) -> Tensor:
 
     Args:
         x: (..., 2 F), fp16, bf16, fp32 or fp64: the gate's F columns, then the F columns that the gate multiplies.
-        activation: "none", "sigmoid", "silu" or "gelu_tanh", of the gate.
+        activation: "none", "sigmoid", "silu", "gelu" or "gelu_tanh", of the gate.
         backend: "auto", "triton", "chunked" (PyTorch's operators, in no chunks here), "reference" (by autograd).
 
     Returns:

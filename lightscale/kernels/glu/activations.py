@@ -5,7 +5,10 @@ from torch import Tensor
 
 from lightscale.errors import UserError
 
-ACTIVATIONS = ("none", "sigmoid", "silu", "gelu_tanh")
+ACTIVATIONS = ("none", "sigmoid", "silu", "gelu", "gelu_tanh")
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+"""PyTorch's names of the forms of GELU."""
 
 
 def check_activation(name: str, activation: str) -> None:
@@ -15,11 +18,11 @@ def check_activation(name: str, activation: str) -> None:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """The activation of x: x itself, 1 / (1 + e^-x), x / (1 + e^-x), or GELU with tanh (arXiv 1606.08415)."""
+    """The activation of x: x itself, 1 / (1 + e^-x), x / (1 + e^-x), or GELU (arXiv 1606.08415), by erf or tanh."""
     if activation == "none":
         return x
-    if activation == "gelu_tanh":
-        return torch.nn.functional.gelu(x, approximate="tanh")
+    if activation in _APPROXIMATE:
+        return torch.nn.functional.gelu(x, approximate=_APPROXIMATE[activation])
     return torch.sigmoid(x) if activation == "sigmoid" else torch.nn.functional.silu(x)
 
 
@@ -31,6 +34,6 @@ def activate_bwd(x: Tensor, dvalue: Tensor, activation: str) -> tuple[Tensor, Te
     # PyTorch's own backward passes: one pass over memory each.
     if activation == "sigmoid":
         return value, torch.ops.aten.sigmoid_backward(dvalue, value)
-    if activation == "gelu_tanh":
-        return value, torch.ops.aten.gelu_backward(dvalue, x, approximate="tanh")
+    if activation in _APPROXIMATE:
+        return value, torch.ops.aten.gelu_backward(dvalue, x, approximate=_APPROXIMATE[activation])
     return value, torch.ops.aten.silu_backward(dvalue, x)

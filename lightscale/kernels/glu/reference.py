@@ -11,7 +11,11 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-_FUNCTIONS = {"none": lambda x: x, "sigmoid": sigmoid, "silu": silu, "gelu_tanh": _gelu_tanh}
+def _gelu(x: Tensor) -> Tensor:
+    return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+_FUNCTIONS = {"none": lambda x: x, "sigmoid": sigmoid, "silu": silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
 
 
 def glu_reference(x: Tensor, activation: str) -> Tensor:

@@ -3,13 +3,11 @@
 import argparse
 import functools
 import importlib
-import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from lightscale.config.arguments import OVERRIDE, path_argument, run_path
-from lightscale.config.arithmetic import near_multiple
 from lightscale.config.model import ModelConfig, Pooling
 from lightscale.config.schema import RunConfig
 from lightscale.config.tasks import task_class
@@ -17,6 +15,7 @@ from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run, longest_context
 from lightscale.evaluation.prediction.documents import MASK_TEXT, MaskWriting, read_documents
 from lightscale.evaluation.prediction.request import Document, Kind, PredictionRequest, class_names
+from lightscale.evaluation.resolutions.request import image_grid
 from lightscale.launch.commands.checks import num_processes
 from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
 from lightscale.launch.environment import RankEnvironment
@@ -86,7 +85,7 @@ def _asked(args: argparse.Namespace) -> PredictionRequest:
     # The mask is the id behind the tokenizer's last.
     masks = MaskWriting(text=args.mask or MASK_TEXT, id=ids) if kind == "fillings" else None
     head = chosen.config.model.head
-    grid = None if args.image_size is None else _grid(args.image_size, chosen)
+    grid = None if args.image_size is None else image_grid("--image-size", args.image_size, chosen.config.model)
     model = chosen.config.model if grid is None else chosen.config.model.on_grid(grid)
     return PredictionRequest(
         chosen=chosen,
@@ -123,24 +122,6 @@ def _documents(
             raise
         raise UserError("--file: images need the package pillow; pip install 'lightscale[images]'") from None
     return read_images(args.file, model, resize=args.resize, convert=args.convert_modes)
-
-
-def _grid(given: str, chosen: ChosenRun) -> list[int]:
-    """Rows and columns of patches of images of the size ``given``."""
-    found = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", given)
-    if found is None:
-        raise UserError(f"--image-size {given}: must be HEIGHTxWIDTH, such as 224x224")
-    patches = chosen.config.model.patches
-    assert patches is not None, "checked before"
-    grid = []
-    for pixels, patch in zip(map(int, found.groups()), patches.size, strict=True):
-        if pixels % patch:
-            raise UserError(
-                f"--image-size {given}: {pixels} pixels are no multiple of the {patch} of a patch "
-                f"(model.patches.size = {patches.size}); use {near_multiple(pixels, patch)}"
-            )
-        grid.append(pixels // patch)
-    return grid
 
 
 def _ranked(asked: PredictionRequest) -> RunConfig:

@@ -1,6 +1,7 @@
 """The output layer of classification: one label for each document, from the states of its tokens on all ranks.
 
-    logits = W pool(h_1 … h_n),   pool: the mean of the tokens' states, or that of the first or the last one
+    logits = W pool(h_1 … h_n) + b,   pool: the mean of the tokens' states, or that of the first or the last one
+                                      b: by an option
 
 The rank with the last token of a document predicts its label. Earlier sequence ranks with tokens of the document send
 the sum of their states, d numbers per row, in one exchange each way.
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 from lightscale.config.model import HeadConfig, Pooling
 from lightscale.kernels.attention import to_device
 from lightscale.models.layers.context import SequenceContext
+from lightscale.parallel.initialization import set_initializer, zeros
 from lightscale.parallel.megatron import TransformerConfig, gather_from_sequence_parallel_region
 from lightscale.parallel.sequence import begin_gather
 
 
 class LabelHead(nn.Module):
     """Held whole by every tensor rank, all of which compute the same.
+
+    ``weight``: (labels, d); ``bias``: (labels,), or None.
 
     Args:
         config: the model's Megatron configuration.
@@ -30,15 +34,25 @@ class LabelHead(nn.Module):
         group: the tensor group.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, config: TransformerConfig, head: HeadConfig, width: int, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.pooling, self.group = head.pooling, group
-        shape = (head.num_labels, width)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
-        if group.size() > 1:
-            # Every tensor rank has the whole gradient, which sums on GPUs do not give to the same bit twice: Megatron
-            # takes the mean, and the copies stay equal.
-            self.weight.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        shapes = {"weight": (head.num_labels, width), "bias": (head.num_labels,) if head.bias else None}
+        for name, shape in shapes.items():
+            if shape is None:
+                self.register_parameter(name, None)
+                continue
+            made = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+            if group.size() > 1:
+                # Every tensor rank has the whole gradient, which sums on GPUs do not give to the same bit twice:
+                # Megatron takes the mean, and the copies stay equal.
+                made.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+            self.register_parameter(name, made)
+        if self.bias is not None:
+            set_initializer(self.bias, zeros)
 
     def forward(self, hidden: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """hidden: (n / tensor, b, d) -> logits (m, labels), fp32 or wider, of this rank's m documents, and (m,) int64.
@@ -47,7 +61,8 @@ class LabelHead(nn.Module):
         documents are those of the context. Logits of a document that continues behind this rank are meaningless.
         """
         pooled, last = pooled_documents(hidden, context, self.pooling, self.group)
-        return F.linear(pooled, self.weight.to(pooled.dtype)), last
+        bias = None if self.bias is None else self.bias.to(pooled.dtype)
+        return F.linear(pooled, self.weight.to(pooled.dtype), bias), last
 
 
 def pooled_documents(

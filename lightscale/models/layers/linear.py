@@ -135,28 +135,43 @@ def _identity(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": _identity,
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""Those of gated linear units, by name, for Megatron's configuration."""
+"""Those of linear units, by name, for Megatron's configuration."""
 
 
-class GatedLinearUnit(MLP):
-    """Megatron's feed-forward layer, x -> W_2 (activation(gate) * up), its product in one pass.
+class LinearUnit(MLP):
+    """Megatron's feed-forward layer, x -> W_2 activation(W_1 x), by an option with biases.
 
-    (n / tensor, b, d) -> (n / tensor, b, d); gate and up come from one projection.
+    (n / tensor, b, d) -> (n / tensor, b, d).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
         (self.activation,) = (name for name, one in ACTIVATIONS.items() if one is config.activation_func)
+        # Megatron would hand biases on, to be added elsewhere.
+        self.linear_fc1.skip_bias_add = self.linear_fc2.skip_bias_add = not config.add_bias_linear
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Megatron's calling convention: the second result is a bias, None here."""
+        """Megatron's calling convention: the second result is a bias to be added, None here."""
         projected, _bias = self.linear_fc1(hidden_states)
-        out, bias = self.linear_fc2(glu(projected, self.activation))
+        out, bias = self.linear_fc2(self.activated(projected))
         return out, bias
+
+    def activated(self, projected: Tensor) -> Tensor:
+        """(n, b, F / tensor) -> the same."""
+        return ACTIVATIONS[self.activation](projected)
+
+
+class GatedLinearUnit(LinearUnit):
+    """x -> W_2 (activation(gate) * up), its product in one pass; gate and up come from one projection."""
+
+    def activated(self, projected: Tensor) -> Tensor:
+        """(n, b, 2 F / tensor) -> (n, b, F / tensor)."""
+        return glu(projected, self.activation)
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:

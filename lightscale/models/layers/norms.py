@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightscale.config.model import ModelConfig
 from lightscale.kernels.norm import norm, sum_and_norm
 from lightscale.models.layers.head_parameter import HeadParameter
 from lightscale.parallel.initialization import ones, set_initializer, zeros
@@ -56,6 +58,35 @@ class LayerNorm(SRMSNorm):
         total = x if added is None else x + added
         wide = total.to(torch.promote_types(x.dtype, torch.float32))
         return total, layer_norm_split(wide, width=self.hidden_size, eps=self.eps).to(x.dtype)
+
+
+class AffineLayerNorm(nn.Module):
+    """LayerNorm with a weight and a bias (arXiv 1607.06450), as in ViT and BERT."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        for name, draw in (("weight", ones), ("bias", zeros)):
+            made = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+            # Tensor ranks hold other tokens each: the engine sums the gradient over them.
+            made.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            set_initializer(made, draw)
+            self.register_parameter(name, made)
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x, added: (..., d) -> x + added (..., d) and its norm, computed in fp32 for half precision."""
+        total = x if added is None else x + added
+        return total, F.layer_norm(total, total.shape[-1:], self.weight, self.bias, self.eps)
+
+
+def norm_class(model: ModelConfig) -> Callable[[TransformerConfig, int, float], nn.Module]:
+    """The norm of a model's blocks and of its end."""
+    if model.norm_elementwise_affine:
+        return AffineLayerNorm
+    return {"srmsnorm": SRMSNorm, "rmsnorm": RMSNorm, "layernorm": LayerNorm}[model.norm]
 
 
 class PostNorm(nn.Module):

@@ -6,7 +6,9 @@
 (arXiv 2502.16249, equations 20 to 25.) LION-LIT has no decay, LION-RetNet a fixed one per head, and LION-S one per head
 and token, a = σ(x W_a + b). The scaling comes after the mask, and ε is added once to the sum over both directions and
 all sequence ranks. There are neither positions nor an output gate, because decays encode positions. By an option LION-S
-has a decay for each value channel (C.7, equation 136), and then as many sums.
+has a decay for each value channel (C.7, equation 136), and then as many sums. ``attention_bias``: projections have a
+bias, as in the vision transformers of the authors' code. ``patch_order`` = "alternating": M is the mean of the masks of
+two orders of an image's patches, along rows and along columns, every second of them backwards (C.8, LION-S (v2)).
 """
 
 import functools
@@ -21,6 +23,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.kernels.lion import lion, lion_vector
 from lightscale.models.layers.context import Finish, SequenceContext
 from lightscale.models.layers.linear import column_parallel, row_parallel
+from lightscale.models.layers.patch_orders import PatchOrders
 from lightscale.models.mixers.interface import Mixer
 from lightscale.models.specs.lion import lion_options, lion_s_options, num_decays
 from lightscale.parallel.initialization import set_initializer
@@ -84,11 +87,13 @@ class LionLIT(Mixer):
         own, d, std = lion_options(model, self.layer), model.hidden_size, model.init_std
         self.feature_map, self.scale = own.feature_map, own.scale
         self.form: dict[str, Any] = {"normalize": own.scale, "eps": own.eps}
+        self.alternates = own.patch_order == "alternating"
         # Rows are ordered head by head, k and v of a head together, so that a contiguous shard holds whole heads. The
         # queries are projected apart, while the states travel.
-        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=self.group)
-        self.q_proj = column_parallel(config, d, d, std=std, group=self.group)
-        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
+        bias, group = own.attention_bias, self.group
+        self.kv_proj = column_parallel(config, d, 2 * d, std=std, group=group, bias=bias != "none")
+        self.q_proj = column_parallel(config, d, d, std=std, group=group, bias=bias != "none")
+        self.out_proj = row_parallel(config, d, d, std=self.output_std, group=group, bias=bias == "all")
 
     def mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """x: (n / tensor, b, d), normalised -> (n / tensor, b, d)."""
@@ -108,12 +113,46 @@ class LionLIT(Mixer):
 
     def _begin(self, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext) -> Finish:
         assert context.states is None, "only models that predict the next token generate"
+        if self.alternates:
+            return self._begin_alternating(k, v, log_decay, context)
+        return self._begin_in_order(k, v, log_decay, context, self.form)
+
+    def _begin_in_order(
+        self, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext, form: dict[str, Any]
+    ) -> Finish:
         if context.exchange is not None:
-            scan = functools.partial(LionVectorScan if self.vector_decay else LionScan, **self.form)
+            scan = functools.partial(LionVectorScan if self.vector_decay else LionScan, **form)
             return context.begin(scan, k, v, log_decay, layer=self.state_name)
         if self.vector_decay and log_decay is not None:
-            return lambda q: lion_vector(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)
-        return lambda q: lion(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **self.form)[0]
+            return lambda q: lion_vector(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **form)
+        return lambda q: lion(q, k, v, log_decay, cu_seqlens=context.cu_seqlens, **form)[0]
+
+    def _begin_alternating(self, k: Tensor, v: Tensor, log_decay: Tensor | None, context: SequenceContext) -> Finish:
+        """The mean of the masks of two orders (C.8): the scores of both are summed before they are divided."""
+        orders, width, form = PatchOrders(context), v.size(-1), {**self.form, "normalize": False}
+        if self.scale:
+            # Sums of scores are further channels of the values: one, or with decays by channel as many as values.
+            ones = torch.ones_like(v if self.vector_decay else v[..., :1])
+            v = torch.cat([v, ones], dim=-1)
+            if self.vector_decay and log_decay is not None:
+                log_decay = torch.cat([log_decay, log_decay], dim=-1)
+        is_of_tokens = log_decay is not None and log_decay.dim() > 1
+        turned = [orders.begin(x) for x in (k, v, *((log_decay,) if is_of_tokens and log_decay is not None else ()))]
+        begun = [
+            self._begin_in_order(written[0], written[1], written[2] if is_of_tokens else log_decay, context, form)
+            for written in zip(*(finish() for finish in turned), strict=True)
+        ]
+
+        def finish(q: Tensor) -> Tensor:
+            of_orders = zip(begun, orders.begin(q)(), strict=True)
+            y = orders.summed([attend(one) for attend, one in of_orders])
+            if not self.scale:
+                return y / 2
+            wide = y.to(torch.promote_types(y.dtype, torch.float32))
+            sums = wide[..., width:] + 2 * self.form["eps"]
+            return (wide[..., :width] / torch.where(sums == 0, 1, sums)).to(y.dtype)
+
+        return finish
 
 
 class LionRetNet(LionLIT):

@@ -10,22 +10,30 @@ class LionLITSpec(MixerSpec):
     """Four projections, no gate, no positions."""
 
     operator = "lion"
+    whole_on_tensor_ranks = frozenset({"out_proj.bias"})
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
-        """Projections."""
-        d = model.hidden_size
-        return {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+        """Projections, and by an option their biases."""
+        d, bias = model.hidden_size, lion_options(model, layer).attention_bias
+        shapes: Shapes = {"kv_proj.weight": (2 * d, d), "q_proj.weight": (d, d), "out_proj.weight": (d, d)}
+        if bias != "none":
+            shapes |= {"kv_proj.bias": (2 * d,), "q_proj.bias": (d,)}
+        return shapes | {"out_proj.bias": (d,)} if bias == "all" else shapes
 
     @staticmethod
     def roles(model: ModelConfig, layer: int) -> dict[str, ParameterRows]:
-        """Keys and values stand in one matrix."""
-        return {
-            "q": ParameterRows(parameter="q_proj.weight"),
-            "k": rows_by_head("kv_proj.weight", 0, model.num_heads, model.head_dim),
-            "v": rows_by_head("kv_proj.weight", 1, model.num_heads, model.head_dim),
-            "o": ParameterRows(parameter="out_proj.weight"),
-        }
+        """Keys and values stand in one matrix; roles of biases are called after those of the weights: ``q_bias``, …"""
+        found: dict[str, ParameterRows] = {}
+        bias = lion_options(model, layer).attention_bias
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            if suffix and bias == "none":
+                continue
+            keys, values = (rows_by_head(f"kv_proj.{kind}", n, model.num_heads, model.head_dim) for n in (0, 1))
+            found |= {f"q{suffix}": ParameterRows(parameter=f"q_proj.{kind}"), f"k{suffix}": keys, f"v{suffix}": values}
+            if not suffix or bias == "all":
+                found[f"o{suffix}"] = ParameterRows(parameter=f"out_proj.{kind}")
+        return found
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
@@ -35,7 +43,8 @@ class LionLITSpec(MixerSpec):
         """
         k, w = model.head_dim, value_width(model, layer)
         chunk = min(get_operator(LionLITSpec.operator).chunk_size, sequence_length)
-        return projection_flops(model) + model.num_heads * (2 * chunk * (k + w) + 8 * k * w)
+        orders = num_orders(model, layer)
+        return projection_flops(model) + orders * model.num_heads * (2 * chunk * (k + w) + 8 * k * w)
 
     @staticmethod
     def norms_output(model: ModelConfig, layer: int) -> bool:
@@ -45,13 +54,25 @@ class LionLITSpec(MixerSpec):
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
         """The sums of scores."""
-        return model.num_heads * lion_options(model, layer).scale
+        return model.num_heads * lion_options(model, layer).scale * (num_orders(model, layer) == 1)
+
+    @staticmethod
+    def more_kept_values(model: ModelConfig, layer: int) -> int:
+        """In two orders: queries, keys, and values with their sums, each once more for every order; their outputs."""
+        if num_orders(model, layer) == 1:
+            return 0
+        return 2 * model.num_heads * (2 * model.head_dim + value_width(model, layer)) + 2 * model.num_heads
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """A prefix, a suffix and a decay per head forward, both states' cotangents backward."""
-        states = 2 * model.hidden_size * value_width(model, layer)
-        return states + model.num_heads, states
+        states, orders = 2 * model.hidden_size * value_width(model, layer), num_orders(model, layer)
+        return orders * (states + model.num_heads), orders * states
+
+    @staticmethod
+    def num_exchanges(model: ModelConfig, layer: int) -> int:
+        """One for each order."""
+        return num_orders(model, layer)
 
 
 class LionRetNetSpec(LionLITSpec):
@@ -93,7 +114,8 @@ class LionSSpec(LionLITSpec):
         operator = get_operator(LionSSpec.layer_operator(model, layer))
         k, u = model.head_dim, value_width(model, layer)
         chunk = min(operator.chunk_size, sequence_length)
-        return projection_flops(model) + decays + 2 * model.num_heads * (2 * chunk * (k + u) + 4 * k * u)
+        heads = num_orders(model, layer) * model.num_heads
+        return projection_flops(model) + decays + 2 * heads * (2 * chunk * (k + u) + 4 * k * u)
 
     @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
@@ -105,16 +127,17 @@ class LionSSpec(LionLITSpec):
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:
         """The inputs of the vector gate's decays are kept in fp32, in place of their projections."""
-        return -model.hidden_size if lion_s_options(model, layer).vector_decay else 0
+        in_orders = LionLITSpec.more_kept_values(model, layer)
+        return in_orders - (model.hidden_size if lion_s_options(model, layer).vector_decay else 0)
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
         """A prefix, a suffix and the decays forward, both states' cotangents backward."""
         if not lion_s_options(model, layer).vector_decay:
             return LionLITSpec.exchange_values(model, layer)
-        width = value_width(model, layer)
+        width, orders = value_width(model, layer), num_orders(model, layer)
         states = 2 * model.hidden_size * width
-        return states + model.num_heads * width, states
+        return orders * (states + model.num_heads * width), orders * states
 
 
 def lion_options(model: ModelConfig, layer: int) -> LionOptions:
@@ -129,6 +152,11 @@ def lion_s_options(model: ModelConfig, layer: int) -> LionSOptions:
     options = model.layer_options(layer)
     assert isinstance(options, LionSOptions), type(options)
     return options
+
+
+def num_orders(model: ModelConfig, layer: int) -> int:
+    """In which the tokens of layer ``layer``, one of LION's, are read."""
+    return 1 if lion_options(model, layer).patch_order == "raster" else 2
 
 
 def num_decays(model: ModelConfig, layer: int) -> int:

@@ -100,6 +100,11 @@ class LionOptions(Section):
     """Divide outputs by the sum of their scores; false: an RMS norm over all heads instead, as in RetNet."""
     eps: PositiveOrZero = 1e-6
     """Added to that sum, once."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Projections with a bias: queries, keys and values, or also outputs, as in ViT."""
+    patch_order: Literal["raster", "alternating"] = "raster"
+    """Order of an image's patches: raster, row by row; alternating, the mean of masks in two orders, along rows and
+    along columns, every second of them backwards (C.8, LION-S (v2))."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -116,6 +121,15 @@ class LionLITOptions(LionOptions):
 
     feature_map: Literal["elu", "silu", "none"] = "elu"
     """Feature map of queries and keys: elu, elu(x) + 1; silu, (silu(x) + 1/2) over its 2-norm; none, identity."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.patch_order != "raster":
+            raise ValueError(
+                'patch_order = "alternating": without decays all orders give the same; use patch_order = "raster", or '
+                "lion-retnet or lion-s"
+            )
+        return self
 
 
 class LionSOptions(LionOptions):
@@ -315,6 +329,16 @@ def rotary_width(model: ModelConfig, layer: int) -> int:
     """Of layer ``layer`` (from 0), whose mixer is LLaMA's: channels of a head that are rotated; 0: none."""
     options = llama_options(model, layer)
     return int(llama_heads(model, layer)[1] * options.rope_fraction) if options.positions == "rope" else 0
+
+
+def check_lion(model: ModelConfig) -> None:
+    """Other orders are those of the patches of images."""
+    for name, options in model.mixer_options.items():
+        if isinstance(options, LionOptions) and options.patch_order != "raster" and model.patches is None:
+            raise UserError(
+                f'model.mixer_options.{name}.patch_order = "{options.patch_order}" without model.patches: it orders '
+                'the patches of images; use "raster"'
+            )
 
 
 def check_llama(model: ModelConfig) -> None:

@@ -7,11 +7,8 @@ import pytest
 from lightscale.config import shipped
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
 from lightscale.exchange.files.weights import exported_tensors, run_shape, tensor_shapes
 from lightscale.models.accounting import parameter_shapes
-
-TEXT_RUNS = [name for name in shipped.run_names() if not load(shipped.shipped_file(name)).model.patches]
 
 
 def check(config: RunConfig) -> None:
@@ -28,14 +25,9 @@ def check(config: RunConfig) -> None:
     assert found == stored.keys()
 
 
-@pytest.mark.parametrize("name", TEXT_RUNS)
+@pytest.mark.parametrize("name", shipped.run_names())
 def test_a_shipped_run(name: str) -> None:
     check(load(shipped.shipped_file(name)))
-
-
-def test_a_run_of_images_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.patches: .* cannot be loaded or exported; use a run of texts"):
-        check(load(shipped.shipped_file("vit-digits")))
 
 
 @pytest.mark.parametrize("name", ["tnl", "cosformer2", "hgrn2"])

@@ -110,7 +110,7 @@ def _cases(activation: str, dtype: str) -> list[KernelCase]:
 COMPILE_CASES = [
     case
     for activation, dtype in (
-        *(("none", "bf16"), ("silu", "bf16"), ("gelu_tanh", "bf16")),
+        *(("none", "bf16"), ("silu", "bf16"), ("gelu", "bf16"), ("gelu_tanh", "bf16")),
         *(("sigmoid", "fp16"), ("silu", "fp32")),
     )
     for case in _cases(activation, dtype)
