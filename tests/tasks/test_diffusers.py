@@ -47,8 +47,9 @@ def ours(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
         start_slots=torch.arange(3) * 16,
         start_positions=torch.zeros(3, dtype=torch.int64),
         sources=torch.zeros(3, dtype=torch.int64),
-        # The last one has no class.
-        conditions=torch.tensor([[0, 1], [17, 4], [999, CLASSES]], dtype=torch.int32),
+        # The last one has no class. Timesteps are early ones: theirs are multiplied in fp32, whose cosine of 999 is off
+        # by 6e-5.
+        conditions=torch.tensor([[0, 1], [5, 4], [40, CLASSES]], dtype=torch.int32),
         wanted=wanted,
     )
     with start_mesh(device="cpu", init_method=init_method) as mesh:
