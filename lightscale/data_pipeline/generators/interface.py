@@ -19,6 +19,7 @@ GENERATORS = {
     "copying": "lightscale.data_pipeline.generators.copying:Copying",
     "listops": "lightscale.data_pipeline.generators.listops:ListOps",
     "mqar": "lightscale.data_pipeline.generators.mqar:MQAR",
+    "pathfinder": "lightscale.data_pipeline.generators.pathfinder:Pathfinder",
 }
 """Name, which is that of its command ``lightscale data NAME`` and of the source, to "module:class"."""
 

@@ -1,0 +1,93 @@
+"""Pathfinder: labels by a flood of bright pixels from mark to mark, images as asked for, the same bytes for a seed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lightscale.cli import main
+from lightscale.config.files import load
+from lightscale.data_pipeline.generators.pathfinder import Pathfinder
+from lightscale.data_pipeline.generators.write import write_made_store
+from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.tokenizers import load_tokenizer
+
+BRAILLE, BRIGHT = 0x2800, 90
+
+
+def image(text: str, side: int) -> NDArray[np.int64]:
+    return np.array([ord(character) - BRAILLE for character in text]).reshape(side, side)
+
+
+def flooded(bright: NDArray[np.bool_], start: tuple[int, int]) -> set[tuple[int, int]]:
+    """Pixels that a way over bright neighbours, corners included, leads to."""
+    seen, ahead = {start}, [start]
+    while ahead:
+        row, column = ahead.pop()
+        for near in ((row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)):
+            if near not in seen and all(0 <= one < len(bright) for one in near) and bright[near]:
+                seen.add(near)
+                ahead.append(near)
+    return seen
+
+
+def marks(pixels: NDArray[np.int64]) -> set[tuple[int, int]]:
+    """Pixels in the middle of white discs: dashes are too thin for a white square of 5 x 5."""
+    white = np.lib.stride_tricks.sliding_window_view(pixels == 255, (5, 5)).all((2, 3))
+    return {(int(row) + 2, int(column) + 2) for row, column in np.argwhere(white)}
+
+
+def joins(pixels: NDArray[np.int64]) -> bool:
+    found = marks(pixels)
+    reached = flooded(pixels > BRIGHT, min(found))
+    assert len(found) >= 2
+    return found <= reached
+
+
+def test_labels_are_whether_a_path_joins_the_marks(tmp_path: Path) -> None:
+    made = Pathfinder(side=96, contour_length=9, distractors=2)
+    report = write_made_store(tmp_path / "store", "pathfinder", made, documents=24, validation=6, seed=1)
+    store = TokenStore(tmp_path / "store")
+    assert store.classes == {"label": ["apart", "joined"]}
+    tokenizer, labels = load_tokenizer(store.path), []
+    for name in ("pathfinder", "pathfinder-validation"):
+        source = store.source(name)
+        for number, label in enumerate(source.document_values("label", 0, source.num_documents).tolist()):
+            start, stop = source.document(number)
+            # A pixel is a token, behind the end-of-text token.
+            assert stop - start == 96 * 96 + 1
+            assert joins(image(tokenizer.decode(source.read(start + 1, stop)), 96)) == (label == 1), (name, number)
+            labels.append(label)
+    assert 5 < sum(labels) < 25
+    assert report["generator"]["contour_length"] == 9
+
+
+def test_an_image_depends_on_seed_split_and_number_alone() -> None:
+    made = Pathfinder(contour_length=6, distractors=1)
+    texts = [made.document(seed, split, number).text for seed, split, number in ((3, "a", 1), (3, "a", 1), (4, "a", 1))]
+    assert texts[0] == texts[1] != texts[2]
+    pixels = image(texts[0], 32)
+    # Written down once: other versions make these too.
+    assert (int((pixels > BRIGHT).sum()), int(pixels.sum())) == (39, 8457)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--side", "8"], "--side 8: must be 16 to 256"),
+        (["--curvature", "7"], "--curvature 7.0: must be 0 to 3.14"),
+        (["--side", "16", "--contour-length", "90"], "none of 500 images has room for --contour-length 90"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["data", "pathfinder", "--out", str(tmp_path / "store"), "--documents", "2", *words]) == 78
+    assert message in capsys.readouterr().err
+
+
+def test_the_shipped_run_reads_its_images() -> None:
+    config = load("pathfinder-tiny")
+    assert config.model.vocab_size >= Pathfinder().tokenizer().vocab_size
+    assert config.data.sequence_length > 32 * 32
