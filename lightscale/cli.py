@@ -74,6 +74,10 @@ COMMANDS: dict[str, Command] = {
     "predict": Command(
         module="lightscale.launch.commands.predict", help="fill masks, classify or embed documents with a model"
     ),
+    "reference": Command(
+        module="lightscale.launch.commands.reference",
+        help="store the log-probabilities of a frozen reference, for preferences",
+    ),
     "generate": Command(module="lightscale.launch.commands.generate", help="generate text with a model"),
     "chat": Command(module="lightscale.exchange.chat.command", help="talk with a model of conversations"),
     "export": Command(

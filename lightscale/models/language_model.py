@@ -341,6 +341,7 @@ class LanguageModel(LanguageModule):
         transfer: Sequence[LayerTarget] | None = None,
         z_loss: float = 0.0,
         soft_labels: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass over this rank's segment of the rows.
 
@@ -369,6 +370,7 @@ class LanguageModel(LanguageModule):
             z_loss: with labels of ids, factor of log² Z in the losses (``linear_cross_entropy``); not 0: the losses,
                 and this term of them, (b, n) without a gradient.
             soft_labels: with ``model.head``, (b, classes): distributions in place of the labels.
+            places: (b,) int64, what tells each row from all others of a run; adapters with dropout need it in training.
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -386,6 +388,7 @@ class LanguageModel(LanguageModule):
             lengths=lengths,
             states=states,
             grid=self.model.grid,
+            places=places,
         )
         if transfer is not None:
             # Nothing is recomputed here: states that were kept for it would be taken by the next pass.

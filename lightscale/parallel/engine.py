@@ -355,6 +355,7 @@ class Engine:
             document_starts=batch.document_starts,
             lengths=batch.lengths,
             **({} if batch.soft_labels is None else {"soft_labels": batch.soft_labels}),
+            **({} if batch.places is None else {"places": batch.places}),
             **how,
         )
         return output

@@ -44,5 +44,13 @@ class MicroBatch(Protocol):
         """(b, classes) fp32: distributions in place of labels of rows that are one document each; None: the labels."""
 
     @property
+    def label_values(self) -> Tensor | None:
+        """fp32: a stored value for each label, 0 where none counts, which an objective reads; None: there are none."""
+
+    @property
+    def places(self) -> Tensor | None:
+        """(b,) int64: what tells each row from all others of a run, for adapters with dropout; None: they have none."""
+
+    @property
     def lengths(self) -> Sequence[int] | None:
         """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""

@@ -37,6 +37,8 @@ class MicroBatch:
     document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
     soft_labels: None = None
+    label_values: Tensor | None = None
+    places: Tensor | None = None
 
 
 def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[MicroBatch]:
