@@ -1,5 +1,6 @@
 """Adapters beside a frozen run by the commands: what is trained and stored, resumption, refusals, exports."""
 
+import contextlib
 import json
 import runpy
 from collections.abc import Callable
@@ -140,7 +141,9 @@ def check_exported(folder: Path) -> None:
         changed.add(name)
     assert merged.keys() == base.keys() and len(changed) > 10
     assert all(torch.equal(merged[name], base[name]) for name in base.keys() - changed)
-    run, whole = (lightscale.load(folder / name) for name in ("runs/lora", "merged"))
+    # The path of the frozen model is relative to the directory of the commands.
+    with contextlib.chdir(folder):
+        run, whole = (lightscale.load(name) for name in ("runs/lora", "merged"))
     ids = run.ids("the sum of 3 and 4 is")[None]
     torch.testing.assert_close(whole.logits(ids), run.logits(ids), rtol=1e-4, atol=1e-5)
 

@@ -145,6 +145,7 @@ class _Case:
                 **{name: getattr(batch, name)[:, own] for name in names},
                 sources=batch.sources,
                 soft_labels=batch.soft_labels,
+                places=batch.places,
                 document_starts=None,
                 lengths=lengths,
             )

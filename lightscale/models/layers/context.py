@@ -79,8 +79,8 @@ class SequenceContext:
 
     @property
     def first_slot(self) -> int:
-        """Of this rank's segment in its rows; segments are equal."""
-        return 0 if self.exchange is None else self.exchange.rank * self.positions.size(1)
+        """Of this rank's segment in its rows."""
+        return 0 if self.exchange is None else sum(self._rank_lengths[: self.exchange.rank])
 
     def attention_of(self, *, causal: bool, window: int | None = None, cap: float | None = None) -> DocumentAttention:
         """``attention`` or ``attention_both_ways`` with a window and capped scores; one for all layers of a kind."""

@@ -41,12 +41,12 @@ def is_packed(file: SourceFile) -> bool:
 
 
 def line_ends_before(path: Path, begin: int) -> int:
-    """Line ends among the first ``begin`` bytes of a local file's content, unpacked; of messages, as it reads them"""
+    """Line ends among the first ``begin`` bytes of a local file's content, unpacked; it reads these bytes."""
     name = path.name.lower()
+    opener: Any = {_GZ: gzip.open, ".bz2": bz2.open}.get(path.suffix.lower(), open)
     if name.endswith(_ZST) and zstandard is not None:
-        opened: Any = zstandard.open(path, "rb")
-    else:
-        opened = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix.lower(), open)(path, "rb")
+        opener = zstandard.open
+    opened: Any = opener(path, "rb")
     count = 0
     with opened as content:
         while begin > 0 and (part := content.read(min(begin, _COMPRESSED_READ_BYTES))):
