@@ -19,7 +19,7 @@ LONG_JOBS ?= 4
 # Tests start hundreds of processes, and pytest compiles all test files: once, wherever bytecode is not kept by default.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install check check-types check-others audit wheel fuzz test test-skipped test-long test-soak test-eval gpu-check bundle twin twin-budgets quickstart golden lock docs clean
+.PHONY: install check check-types check-others audit wheel fuzz test test-skipped test-long test-soak test-eval test-trl gpu-check bundle twin twin-budgets quickstart golden lock docs clean
 
 install: $(STAMP)
 
@@ -114,6 +114,13 @@ test-eval: install
 	$(EVAL_VENV)/bin/pytest -rs tests/evaluation/harness tests/evaluation/tasks tests/tools/benchmarks/test_evaluate.py \
 	  'tests/docs/test_tutorials.py::test_page[to-transformers]'
 
+# Gradients beside TRL's trainers, in an environment of its own: its packages pin versions of others.
+TRL_VENV := .venv-trl
+test-trl: install
+	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --editable '.[dev]' 'trl>=1.16' --constraint tools/constraints.txt
+	$(TRL_VENV)/bin/pytest -rs -m 'long or not long' tests/exchange/test_trl.py
+
 # What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part,
 # `SMALL=1` for sizes that take seconds.
 gpu-check: install
@@ -156,5 +163,5 @@ lock: install
 	$(BIN)/python tools/dependencies.py --lock
 
 clean:
-	rm -rf $(VENV) $(EVAL_VENV) $(AUDIT_VENV) $(FUZZ_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EVAL_VENV) $(TRL_VENV) $(AUDIT_VENV) $(FUZZ_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lightscale tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

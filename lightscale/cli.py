@@ -83,6 +83,10 @@ COMMANDS: dict[str, Command] = {
         module="lightscale.launch.commands.resolutions",
         help="measure accuracy, speed and memory of image classifiers over image sizes",
     ),
+    "reference": Command(
+        module="lightscale.launch.commands.reference",
+        help="store the log-probabilities of a frozen reference, for preferences",
+    ),
     "generate": Command(module="lightscale.launch.commands.generate", help="generate text with a model"),
     "chat": Command(module="lightscale.exchange.chat.command", help="talk with a model of conversations"),
     "export": Command(

@@ -36,7 +36,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
-from benchmarks.learning import convert, copying, distill, learn, mup
+from benchmarks.learning import answers, convert, copying, distill, learn, mup
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
@@ -124,6 +124,14 @@ def run_distill(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     settings = {name: getattr(args, name) for name in ("tokenizer", "mixer", "source_steps", "steps", "shares")}
     for figures in distill.run(args):
         yield BenchmarkReport(settings=settings, figures=figures, table=distill.table(figures))
+
+
+def run_answers(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """A model that answers, by all weights and by LoRA."""
+    names = ("talks", "held_out", "base_steps", "steps", "rate", "lora_steps", "lora_rate")
+    settings = {name: getattr(args, name) for name in names}
+    for figures in answers.run(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=answers.table(figures))
 
 
 def run_copying(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
@@ -313,6 +321,13 @@ BENCHMARKS = {
         threads=1,
         repeats=2,
         draw=mup.draw,
+    ),
+    "answers": Benchmark(
+        summary="a small base that is fine-tuned on conversations, by all weights and by LoRA: its right answers",
+        add_arguments=answers.add_arguments,
+        run=run_answers,
+        repeats=1,
+        draw=answers.draw,
     ),
     "export": Benchmark(
         summary="`lightscale export` of random weights: peak memory, and speed beside a plain copy of the bytes",

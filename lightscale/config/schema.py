@@ -369,6 +369,8 @@ class AdapterConfig(Section):
     """Rank: rows of A and columns of B."""
     lora_alpha: Positive = 8.0
     """Numerator of lora_alpha / r, the factor of B A."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a map's inputs that its adapter reads as 0 in training; the others are divided by 1 - lora_dropout."""
     target_modules: list[Annotated[str, Field(min_length=1)]] = Field(
         default=["*"], min_length=1, max_length=MOST_ENTRIES
     )
@@ -534,6 +536,11 @@ class RunConfig(Section):
         return getattr(self.task, "has_reference", False)
 
     @property
+    def stored_reference(self) -> bool:
+        """Whether the loss compares the model with log-probabilities that the store has."""
+        return getattr(self.task, "stored_reference", False)
+
+    @property
     def has_base(self) -> bool:
         """Whether the checkpoint of train.init_from is read at every start: beside adapters, or as a reference."""
         return self.adapters is not None or self.has_reference
@@ -661,10 +668,16 @@ class RunConfig(Section):
 
     def _check_adapter(self) -> None:
         """Raise ValueError where adapters or a reference have no frozen model, or other weights would be trained."""
-        if self.has_reference and self.train.init_from is None and self.train.branch_from is None:
+        is_compared = self.has_reference or self.stored_reference
+        if is_compared and self.train.init_from is None and self.train.branch_from is None:
             raise ValueError(
                 f'task.name = "{self.task.name}" compares the model with the one that it begins from; set '
                 'train.init_from to RUN@STEP, or use task.loss = "simpo"'
+            )
+        if self.stored_reference and self.data.curriculum:
+            raise ValueError(
+                'task.reference = "stored" is of sequences of one length; remove data.curriculum, or use '
+                'task.reference = "model"'
             )
         if self.adapter.name is None:
             for key in AdapterConfig.model_fields:

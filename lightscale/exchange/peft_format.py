@@ -48,7 +48,7 @@ def peft_adapter(run: TrainedRun, dtype: torch.dtype, base: str | None) -> tuple
         "rank_pattern": ranks,
         "alpha_pattern": {name: tensors.scale * rank for name, rank in ranks.items()},
         "use_dora": adapter.name == "dora",
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

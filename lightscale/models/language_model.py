@@ -351,6 +351,7 @@ class LanguageModel(LanguageModule):
         soft_labels: Tensor | None = None,
         conditions: Tensor | None = None,
         wanted: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass over this rank's segment of the rows.
 
@@ -381,6 +382,7 @@ class LanguageModel(LanguageModule):
             soft_labels: with ``model.head``, (b, classes): distributions in place of the labels.
             conditions: with ``model.diffusion``, (b, 2): timestep and class of each row.
             wanted: with ``model.diffusion``, (b, n, p): what is to be predicted; None: give predictions, (b, n, p).
+            places: (b,) int64, what tells each row from all others of a run; adapters with dropout need it in training.
 
         Returns:
             Activations (n / tensor, b, d) on all but the last stage; there the loss per token (b, n), or without
@@ -398,6 +400,7 @@ class LanguageModel(LanguageModule):
             lengths=lengths,
             states=states,
             grid=self.model.grid,
+            places=places,
         )
         if conditions is not None:
             context = replace(context, conditions=conditions)

@@ -4,6 +4,10 @@
     dora   y = m / ||W + (lora_alpha / r) B A|| * (W x + (lora_alpha / r) B A x), rows apart
                                                                           (Liu et al. 2024, arXiv 2402.09353)
 
+With dropout, an adapter reads D(x) in the place of x: each number is 0 with the probability lora_dropout, or divided by
+1 - lora_dropout. What is drawn is a function of the seed, the map, the row's place in the run's data, the token and the
+column (``models/dropout.py``), the same on every layout and in every repetition.
+
 The norms get no gradient (DoRA's section 4.3). ``add_adapters`` freezes a model and gives its layers hooks. A layer
 that holds the rows of several linear maps has one hook for all of them, with their A's above each other.
 
@@ -12,8 +16,9 @@ and B of split columns, see the tokens of their own rank alone, so that what ten
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +28,10 @@ from torch import Tensor, nn
 
 from lightscale.config.schema import AdapterConfig
 from lightscale.models.adapters import ADAPTERS, LinearMap, adapted_maps
+from lightscale.models.dropout import Dropout
 from lightscale.models.language_model import LanguageModel
+from lightscale.models.layers.blocks import DecoderLayer
+from lightscale.models.layers.context import SequenceContext
 from lightscale.parallel.initialization import named_parameters, ones, set_initializer, uniform, zeros
 from lightscale.parallel.megatron import (
     MegatronModule,
@@ -97,6 +105,7 @@ class AdaptedLayer:
         parts: adapters of this layer's maps, with their rows in ``weight``.
         scale: lora_alpha / r.
         split: as in ``LinearMap``.
+        dropouts: of each part; none: there is no dropout.
     """
 
     def __init__(
@@ -106,11 +115,15 @@ class AdaptedLayer:
         *,
         scale: float,
         split: str | None,
+        dropouts: Sequence[Dropout],
         config: TransformerConfig,
         group: dist.ProcessGroup,
     ) -> None:
         self.layer, self.scale, self.split, self.config, self.group = layer, scale, split, config, group
         self.adapters = [one for one, _ in parts]
+        self.dropouts = list(dropouts)
+        self.context: SequenceContext | None = None
+        """Of the pass that computes."""
         weight: Any = layer.weight
         rows = torch.cat([own for _, own in parts])
         # Of each row of W: which row of the adapters', one behind another, is its own; the one behind them is zero.
@@ -167,7 +180,7 @@ class AdaptedLayer:
         # Megatron's layers give a pair, the second part of which is a bias that is not added.
         y, *rest = output if isinstance(output, tuple) else (output,)
         a, b = self._matrices()
-        change = F.linear(self._shared(F.linear(args[0], a) * self.scale), b)
+        change = F.linear(self._shared(self._inner(args[0], a) * self.scale), b)
         if self.has_norms:
             factors = self._factors(self.norms()).to(y.dtype)
             bias: Tensor | None = getattr(layer, "bias", None)
@@ -176,6 +189,22 @@ class AdaptedLayer:
             change = change * factors
         y = y + change
         return (y, *rest) if isinstance(output, tuple) else y
+
+    def _inner(self, x: Tensor, a: Tensor) -> Tensor:
+        """A x, of every adapter's own D(x) with dropout: (n / tensor or n, b, R)."""
+        if not (self.dropouts and self.layer.training):
+            return F.linear(x, a)
+        context, rank = self.context, self.group.rank()
+        assert context is not None and context.places is not None, "the loader tells the places of rows"
+        first_token = context.first_slot
+        if x.size(0) < context.positions.size(1):
+            # Tensor ranks share the tokens out.
+            first_token += rank * x.size(0)
+        first_column = rank * x.size(2) if self.split == "columns" else 0
+        parts = zip(self.dropouts, a.split([one()["lora_A"].size(0) for one in self.adapters]), strict=True)
+        return torch.cat(
+            [F.linear(one(x, context.places, first_token, first_column), own) for one, own in parts], dim=2
+        )
 
     def _shared(self, inner: Tensor) -> Tensor:
         """A x of this rank, as B takes it: (n / tensor or n, b, R)."""
@@ -220,8 +249,10 @@ class AdaptedLayer:
         self.hook.remove()
 
 
-def add_adapters(chunks: Iterable[LanguageModel], adapter: AdapterConfig) -> None:
+def add_adapters(chunks: Iterable[LanguageModel], adapter: AdapterConfig, *, seed: int = 0) -> None:
     """Freeze the models, and give their linear maps the adapters of ``adapter``, whose values are still to be drawn.
+
+    ``seed``: of dropout.
 
     Those of a mixer or a gated linear unit are its submodule ``adapters``, by the last part of their maps' names.
     """
@@ -235,7 +266,7 @@ def add_adapters(chunks: Iterable[LanguageModel], adapter: AdapterConfig) -> Non
         owners = {parameter: module for module in chunk.modules() for parameter in module.parameters(recurse=False)}
         blocks = {layer.layer_number - 1: layer for layer in chunk.decoder.layers}
         chunk.adapted = [
-            _adapted(blocks[of_weight[0].layer], owners[layers[name]], of_weight, adapter)
+            _adapted(blocks[of_weight[0].layer], owners[layers[name]], of_weight, adapter, seed)
             for name, of_weight in maps.items()
             if name in layers
         ]
@@ -248,7 +279,9 @@ def _with_gradient(embedding: nn.Module, args: tuple[Any, ...], hidden: Tensor) 
     return hidden.requires_grad_() if embedding.training and torch.is_grad_enabled() else hidden
 
 
-def _adapted(block: nn.Module, layer: nn.Module, maps: Sequence[LinearMap], adapter: AdapterConfig) -> AdaptedLayer:
+def _adapted(
+    block: nn.Module, layer: nn.Module, maps: Sequence[LinearMap], adapter: AdapterConfig, seed: int
+) -> AdaptedLayer:
     module: Any = block.self_attention if ".mixer." in maps[0].name else block.mlp
     config, weight = module.config, layer.weight
     # Of GatedLinearUnit, Mixer.
@@ -262,9 +295,26 @@ def _adapted(block: nn.Module, layer: nn.Module, maps: Sequence[LinearMap], adap
         own = LowRank(config, one, adapter, group)
         held.add_module(one.name.rpartition(".")[2], own)
         parts.append((own, _own_rows(one, weight, group)))
-    return AdaptedLayer(
-        layer, parts, scale=adapter.lora_alpha / adapter.r, split=maps[0].split, config=config, group=group
+    dropouts = [Dropout(adapter.lora_dropout, seed=seed, name=one.name) for one in maps] if adapter.lora_dropout else []
+    made = AdaptedLayer(
+        layer,
+        parts,
+        scale=adapter.lora_alpha / adapter.r,
+        split=maps[0].split,
+        dropouts=dropouts,
+        config=config,
+        group=group,
     )
+    if dropouts:
+        assert isinstance(block, DecoderLayer)
+        block.tell = partial(_tell, made, block.tell)
+    return made
+
+
+def _tell(layer: AdaptedLayer, others: Callable[[SequenceContext], None] | None, context: SequenceContext) -> None:
+    layer.context = context
+    if others is not None:
+        others(context)
 
 
 def _own_rows(linear: LinearMap, weight: Any, group: dist.ProcessGroup) -> Tensor:

@@ -92,7 +92,8 @@ class Objective(ABC):
 
 def more_inputs(batch: MicroBatch) -> dict[str, Tensor]:
     """Those of a model's forward pass that only some tasks have, by the names of its arguments."""
-    found = {"soft_labels": batch.soft_labels, "conditions": batch.conditions, "wanted": batch.wanted}
+    names = ("soft_labels", "conditions", "wanted", "places")
+    found = {name: getattr(batch, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 

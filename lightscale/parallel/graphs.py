@@ -77,6 +77,9 @@ class GraphInputs:
     """The micro-batch that a graph reads: buffers for those of one shape."""
 
     lengths = None
+    # Runs that need them have no graphs.
+    label_values: Tensor | None = None
+    places: Tensor | None = None
 
     def __init__(self, batch: MicroBatch, shape: _Shape) -> None:
         self.tokens, self.labels, self.loss_mask = batch.tokens.clone(), batch.labels.clone(), batch.loss_mask.clone()

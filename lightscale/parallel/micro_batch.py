@@ -52,5 +52,13 @@ class MicroBatch(Protocol):
         """(b, n, p) fp32: what is predicted of noised pixels, the inputs."""
 
     @property
+    def label_values(self) -> Tensor | None:
+        """fp32: a stored value for each label, 0 where none counts, which an objective reads; None: there are none."""
+
+    @property
+    def places(self) -> Tensor | None:
+        """(b,) int64: what tells each row from all others of a run, for adapters with dropout; None: they have none."""
+
+    @property
     def lengths(self) -> Sequence[int] | None:
         """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""

@@ -9,8 +9,9 @@ h = (log π - log ρ) of the chosen answer minus that of the rejected one:
     simpo   -log σ(beta h - gamma); means over tokens, and no reference
                                                                 (Meng et al. 2024, arXiv 2405.14734, equation 6)
 
-The loss of a step is the mean over its pairs. The reference is the checkpoint of ``train.init_from``. ``format =
-"preference"`` in a corpus file writes the pairs. What is computed stands in ``training/preference.py``.
+The loss of a step is the mean over its pairs. The reference is the checkpoint of ``train.init_from``: a second model,
+or its log-probabilities in the store, which ``lightscale reference`` has written there. ``format = "preference"`` in a
+corpus file writes the pairs. What is computed stands in ``training/preference.py``.
 """
 
 from collections.abc import Collection
@@ -37,17 +38,27 @@ class PreferenceConfig(TaskConfig):
     """Factor of the difference of log-probabilities; of ipo: half the inverse of its target."""
     gamma: PositiveOrZero = 0.5
     """Margin that simpo subtracts from beta times the difference."""
+    reference: Literal["model", "stored"] = "model"
+    """model: the reference computes at every step; stored: the store has its log-probabilities, by `lightscale
+    reference`."""
 
     @model_validator(mode="after")
     def _check_gamma(self) -> Self:
         if self.loss != "simpo" and self.gamma != type(self).model_fields["gamma"].default:
             raise ValueError(f'gamma = {self.gamma} has no effect in loss = "{self.loss}"; remove it')
+        if self.loss == "simpo" and self.reference == "stored":
+            raise ValueError('reference = "stored" has no effect in loss = "simpo"; remove it')
         return self
 
     @property
     def has_reference(self) -> bool:
-        """Whether answers are compared with those of a frozen model."""
-        return self.loss != "simpo"
+        """Whether a frozen model computes at every step, which answers are compared with."""
+        return self.loss != "simpo" and self.reference == "model"
+
+    @property
+    def stored_reference(self) -> bool:
+        """Whether answers are compared with log-probabilities in the store."""
+        return self.reference == "stored"
 
 
 class Preference(TrainingTask):
@@ -70,6 +81,11 @@ class Preference(TrainingTask):
                 raise UserError(
                     f'task.name = "preference": source {source.name} of {store.title} holds no pairs of answers; '
                     'prepare it with format = "preference" in the corpus file'
+                )
+            if self.config.stored_reference and source.reference is None:
+                raise UserError(
+                    f'task.reference = "stored": source {source.name} of {store.title} has no log-probabilities of a '
+                    "reference; write a store that has them with `lightscale reference`, and name it in data.store"
                 )
 
     def targets(self, store: TokenStore, *, validation: bool) -> None:

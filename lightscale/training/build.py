@@ -57,7 +57,7 @@ def build_engine(
     )
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
     if config.adapters is not None:
-        add_adapters(chunks, config.adapters)
+        add_adapters(chunks, config.adapters, seed=config.train.seed)
     _draw(chunks, config.train.seed, mesh)
     if trained_mixers is not None:
         _hold_others(chunks, trained_mixers)

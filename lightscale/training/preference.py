@@ -1,6 +1,7 @@
 """The loss of pairs of answers (``task.name = "preference"``): the engine's objective in place of a sum over tokens.
 
-    begin     before a step: log-probabilities of the frozen reference for all micro-batches, through the pipeline
+    begin     before a step: log-probabilities of the frozen reference for all micro-batches, through the pipeline;
+              nothing where the store has them, which batches then bring (``label_values``)
     __call__  of a micro-batch: from the losses of its tokens to the loss of its pairs
 
 The reference is a second engine on the same ranks, or with adapters the model itself without them. A row holds whole
@@ -138,8 +139,12 @@ class PreferenceObjective(Objective):
 
     def __call__(self, batch: MicroBatch, losses: Tensor, *, top: bool) -> MicroBatchSums:
         """See ``Objective``: sums over pairs, which the first sequence rank reports; ``top``: those with a margin."""
-        policy = pair_sums(batch, losses, self.mesh)
-        found, margin = pair_losses(self.task, policy, self._of_reference.get(id(batch)))
+        policy, reference = pair_sums(batch, losses, self.mesh), self._of_reference.get(id(batch))
+        if self.task.stored_reference:
+            assert batch.label_values is not None, "the loader reads them"
+            # The same sums of the same numbers as with a reference on these ranks.
+            reference = pair_sums(batch, -batch.label_values, self.mesh).log_probabilities
+        found, margin = pair_losses(self.task, policy, reference)
         is_pair = policy.tokens.gt(0).all(dim=-1)
         found = torch.where(is_pair, found, 0.0)
         is_first = float(self.mesh.sequence_rank == 0)

@@ -29,6 +29,7 @@ from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, v
 from lightscale.data_pipeline.loading.packing import INDEX_DIR
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.data_pipeline.store.format import REFERENCE
 from lightscale.data_pipeline.store.several_stores import open_stores
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.kernels.common.backends import fall_back
@@ -52,6 +53,7 @@ from lightscale.runs.run_directory import RunDirectory, Status, digest
 from lightscale.runs.teacher import asked_model, computed_models
 from lightscale.tasks.interface import task_of
 from lightscale.tasks.preference import PreferenceConfig
+from lightscale.training.beginning import REFERENCE_KEY
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
 from lightscale.training.checkpoints.exports import wait_for_exports
@@ -69,6 +71,7 @@ from lightscale.training.preference import PreferenceObjective, build_reference
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
 from lightscale.training.recovery import Recovery, Stateful
+from lightscale.training.reference_store import check_device
 from lightscale.training.run_tokenizer import keep_classes, keep_template, keep_tokenizer
 from lightscale.training.signals import StopSignal
 
@@ -195,12 +198,16 @@ class Trainer:
         keep_classes(run, self.task.class_names(self.store), Agreement(mesh.control))
         # Sets from other stores have the same tokenizer.
         self.validation_targets = self.task.targets(self.store, validation=True)
+        self.label_array = REFERENCE if config.stored_reference else None
+        if config.stored_reference and REFERENCE_KEY not in allow:
+            check_device(self.store, mesh.device.type)
         self.loader = TokenLoader.of(
             config,
             self.store,
             layout=self.layout,
             index_dir=run.path / INDEX_DIR,
             targets=self.task.targets(self.store, validation=False),
+            label_array=self.label_array,
         )
         self.teacher = build_teacher(config, mesh, self.store, run, self.journal)
         vocab_size = self.store.tokenizer.vocab_size
@@ -218,7 +225,10 @@ class Trainer:
             trained_mixers=None if self.teacher is None else self.teacher.trained_mixers,
             objective=objective,
         )
-        if config.train.cuda_graphs == "auto":
+        if config.adapter.lora_dropout:
+            # A graph would draw again what it drew when it was captured.
+            self.journal.say("this run has no CUDA graphs: adapters have dropout (adapter.lora_dropout)")
+        elif config.train.cuda_graphs == "auto":
             self.engine.capture_graphs(lambda reason: self.journal.say(f"this run has no CUDA graphs: {reason}"))
         self.guard = Guard(config.guard)
         # After the engine, which may draw from them while it is built. A checkpoint of the same layout restores them.
@@ -493,6 +503,7 @@ class Trainer:
                 targets=self.validation_targets,
                 whole_documents=self.task.keeps_documents_whole,
                 padding_id=store.tokenizer.eot_id,
+                label_array=self.label_array,
             )
             batches = self._to_device(list(found))
             sums = self.engine.forward_only(batches, top=self.task.top)

@@ -41,6 +41,8 @@ class MicroBatch:
     document_starts: tuple[Tensor, Tensor] | None = None
     lengths: tuple[int, ...] | None = None
     soft_labels: None = None
+    label_values: None = None
+    places: None = None
 
 
 def error(found: Tensor, expected: Tensor) -> float:

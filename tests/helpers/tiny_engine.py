@@ -39,6 +39,8 @@ class MicroBatch:
     soft_labels: None = None
     conditions: None = None
     wanted: None = None
+    label_values: Tensor | None = None
+    places: Tensor | None = None
 
 
 def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[MicroBatch]:

@@ -36,6 +36,8 @@ class MicroBatch:
     sources: Tensor | None = None
     lengths: None = None
     soft_labels: None = None
+    label_values: None = None
+    places: None = None
 
 
 def batches(step: int, engine: Engine, *, tokens: int = 24) -> list[MicroBatch]:

@@ -1,32 +1,30 @@
 """Adapters beside a frozen run by the commands: what is trained and stored, resumption, refusals, exports."""
 
+import contextlib
 import json
 import runpy
-import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import lightscale
 from lightscale.config.files import load
 from lightscale.models.adapters import trained_shapes
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name
 
-commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
+HELPERS = Path(__file__).parents[1] / "helpers"
+commands = runpy.run_path(str(HELPERS / "rank_commands.py"))["commands"]
+tuned = SimpleNamespace(**runpy.run_path(str(HELPERS / "tuned_runs.py")))
 RunRanks = Callable[..., list[Any]]
 STEPS = 4
-RUN = """\
-[model]
-mixer = ["tnl", "gated-delta-net"]
-vocab_size = 128
-num_layers = 2
-hidden_size = 32
-num_heads = 2
-intermediate_size = 48
+RUN = f"""\
+{tuned.MODEL.format(mixer='["tnl", "gated-delta-net"]')}
 norm = "rmsnorm"
 [data]
 store = "store"
@@ -43,6 +41,8 @@ every = 2
 CORPUS = 'tokenizer = "ascii"\n[sources.text]\npaths = ["text.jsonl"]\n'
 ADAPTER = ["train.init_from=runs/base@4", "adapter.r=3", "adapter.lora_alpha=6", "optimizer.lr=1e-2"]
 LORA, DORA = [["train", "run.toml", *ADAPTER, f"adapter.name={name}"] for name in ("lora", "dora")]
+# What is drawn is the same when a run resumes, and on other ranks.
+LORA.append("adapter.lora_dropout=0.2")
 
 
 def prepared(folder: Path) -> None:
@@ -62,11 +62,7 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         [*DORA, "adapter.target_modules=['*.q', '*.mlp.*']", "--run", "runs/dora"],
     ]
     found = commands(rank, world_size, f"{init_method}-whole", folder, lines)
-    for name in ("resumed", "elsewhere", "moved", "forgot"):
-        run = RunDirectory(f"runs/{name}")
-        shutil.copytree("runs/lora", run.path)
-        shutil.rmtree(run.checkpoints / directory_name(STEPS))
-        run.status.unlink()
+    *_, run = tuned.interrupted("runs/lora", ("resumed", "elsewhere", "moved", "forgot"), step=STEPS)
     # Without its record, the checkpoint itself has the base.
     run.events.write_text("".join(line for line in run.events.open() if "init_from" not in line))
     moved = ["train.init_from=runs/other@4", "--allow-change", "train.init_from"]
@@ -80,6 +76,9 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         [*LORA, "model.mixer=tnl", "--run", "runs/none"],
         ["generate", "runs/lora", "--prompt", "the sum", "--tokens", "4"],
         ["export", "runs/lora", "--to", "refused"],
+        ["export", "runs/base", "--to", "base", "--dtype", "fp32"],
+        ["export", "runs/lora", "--to", "merged", "--dtype", "fp32", "--merge"],
+        ["export", "runs/lora", "--to", "peft", "--dtype", "fp32", "--adapter", "--base", "base"],
     ]
     return [*found, *commands(rank, world_size, f"{init_method}-again", folder, again)]
 
@@ -116,13 +115,37 @@ def test_adapters_alone_are_trained_stored_and_resumed(
     assert "[adapter] trains matrices beside frozen weights" in outputs[10]
     assert "its model differs from [model] of this run" in outputs[11]
     assert "use --adapter for PEFT's files, or --merge" in outputs[13]
-    assert all(codes[6:12]) and codes[12] == 0 and codes[13], results
+    assert all(codes[6:12]) and codes[12] == 0 and codes[13] and codes[14:] == (0,) * 3, results
+    check_exported(folder)
     lines = [[*LORA, "parallel.tensor=2", "--run", "runs/elsewhere"]]
     for ((code, stderr),) in run_ranks(commands, 2, str(folder), lines, timeout_s=300):
         assert code == 0, stderr
     found = read_metrics(runs["elsewhere"].metrics)
-    for one, other in zip(found[STEPS // 2 :], metrics["lora"][STEPS // 2 :], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    tuned.check_losses(found, metrics["lora"], first=STEPS // 2, rel=1e-5)
+
+
+def check_exported(folder: Path) -> None:
+    """The merged model has the weights of the base and of PEFT's files, without PEFT, and gives the run's logits."""
+    base, merged = (load_file(folder / name / "model.safetensors") for name in ("base", "merged"))
+    adapters = load_file(folder / "peft" / "adapter_model.safetensors")
+    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
+    assert (config["lora_dropout"], config["r"], config["lora_alpha"]) == (0.2, 3, 6)
+    changed = set()
+    for key, a in adapters.items():
+        module, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
+        if kind != "A.weight":
+            continue
+        b, name = adapters[key.replace("lora_A", "lora_B")], f"{module}.weight"
+        torch.testing.assert_close(merged[name], base[name] + 2 * b @ a, rtol=1e-6, atol=1e-6)
+        assert (merged[name] - base[name]).abs().max() > 1e-4
+        changed.add(name)
+    assert merged.keys() == base.keys() and len(changed) > 10
+    assert all(torch.equal(merged[name], base[name]) for name in base.keys() - changed)
+    # The path of the frozen model is relative to the directory of the commands.
+    with contextlib.chdir(folder):
+        run, whole = (lightscale.load(name) for name in ("runs/lora", "merged"))
+    ids = run.ids("the sum of 3 and 4 is")[None]
+    torch.testing.assert_close(whole.logits(ids), run.logits(ids), rtol=1e-4, atol=1e-5)
 
 
 def check_stored(run: RunDirectory) -> None:
@@ -135,3 +158,44 @@ def check_stored(run: RunDirectory) -> None:
     base = json.loads((directory / "MANIFEST.json").read_text())["base"]
     assert base["checkpoint"].endswith("base/checkpoints/step-00000004")
     assert base["step"] == STEPS
+
+
+def of_other_features(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    """An annealed branch, growing lengths, and a run that begins from a merged model."""
+    short = [*LORA, "optimizer.schedule=wsd", "optimizer.decay_steps=1", "train.steps=6"]
+    lengths = ["data.curriculum=[{sequence_length = 32, until_tokens = 256}]", "--run", "runs/lengths"]
+    lines = [
+        ["data", "prepare", "corpus.toml", "--out", "store"],
+        ["train", "run.toml", "--run", "runs/base"],
+        [*short, "--run", "runs/stable"],
+        ["train", "runs/stable", "--anneal", "2", "--step", "4", "--run", "runs/annealed"],
+        [*LORA, *lengths],
+        [*DORA, "data.packing=whole", *lengths[:1], "--run", "runs/whole"],
+        ["export", "runs/annealed", "--merge", "--dtype", "fp32", "--to", "merged"],
+        ["import", "merged", "--run", "runs/again"],
+        ["train", "run.toml", *ADAPTER, "train.init_from=runs/again@0", "adapter.name=lora", "--run", "runs/second"],
+        ["train", "run.toml", "train.init_from=runs/annealed@6", "adapter.name=lora", "--run", "runs/none"],
+    ]
+    return commands(rank, world_size, init_method, folder, lines)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_adapters_are_annealed_take_lengths_and_begin_from_merged_ones(
+    tmp_path: Path, run_ranks: RunRanks, steps_of: Callable[..., dict[int, tuple[Any, ...]]]
+) -> None:
+    prepared(tmp_path)
+    (results,) = run_ranks(of_other_features, 1, str(tmp_path), timeout_s=800)
+    *done, (code, output) = results
+    assert not [one for one in done if one[0]], results
+    assert code and "runs/annealed holds adapters, and train.init_from needs a whole model" in output
+    names = ("stable", "annealed", "lengths", "whole", "second")
+    metrics = {name: read_metrics(RunDirectory(tmp_path / "runs" / name).metrics) for name in names}
+    # A branch continues the adapters of its parent, with lower rates.
+    steps = steps_of(metrics["annealed"])
+    assert sorted(steps) == [5, 6]
+    assert metrics["annealed"][-1]["lr"] < metrics["stable"][4]["lr"]
+    assert steps[5][1] == steps_of(metrics["stable"])[5][1], "the same weights and data at first"
+    for name in ("lengths", "whole"):
+        assert metrics[name][-1]["loss"] < metrics[name][0]["loss"], name
+    assert metrics["second"][0]["loss"] == pytest.approx(metrics["annealed"][-1]["loss"], abs=0.5)

@@ -6,6 +6,7 @@ import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ import pytest
 from lightscale.data_pipeline.loading.packing import WholeWindows
 from lightscale.data_pipeline.loading.windows import PADDING
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
+from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name
 
-commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_commands.py"))["commands"]
+HELPERS = Path(__file__).parents[1] / "helpers"
+commands = runpy.run_path(str(HELPERS / "rank_commands.py"))["commands"]
+tuned = SimpleNamespace(**runpy.run_path(str(HELPERS / "tuned_runs.py")))
 RunRanks = Callable[..., list[Any]]
 STEPS = 6
 LENGTH = 64
@@ -32,13 +36,7 @@ format = "preference"
 template = "t.jinja"
 """
 RUN = f"""\
-[model]
-mixer = "tnl"
-vocab_size = 128
-num_layers = 2
-hidden_size = 32
-num_heads = 2
-intermediate_size = 48
+{tuned.MODEL.format(mixer='"tnl"')}
 [data]
 store = "store"
 sequence_length = {LENGTH}
@@ -50,12 +48,15 @@ warmup_steps = 1
 [train]
 steps = {STEPS}
 global_batch_size = 4
+micro_batch_size = 2
 validate_every = {STEPS}
 [checkpoint]
 every = {STEPS // 2}
 """
 BASE = ["train", "run.toml", "train.steps=2", "train.validate_every=2", "--run", "runs/base"]
 TUNE = ["train", "run.toml", "task.name=preference", "train.init_from=runs/base@2"]
+STORED = [*TUNE, "task.reference=stored", "data.store=stored"]
+REFERENCE = ["reference", *TUNE[1:]]
 
 
 def records() -> list[dict[str, Any]]:
@@ -78,10 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preferences")
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, records())))
     (folder / "equal.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}))
-    (folder / "t.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'assistant' %}={% generation %}{{ m.content }}.{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
+    (folder / "t.jinja").write_text(tuned.TEMPLATE)
     (folder / "corpus.toml").write_text(CORPUS)
     (folder / "equal.toml").write_text(CORPUS.replace("sums.jsonl", "equal.jsonl"))
     (folder / "run.toml").write_text(RUN)
@@ -103,13 +101,11 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
             "runs/simpo",
         ],
         [*TUNE, "adapter.name=lora", "task.loss=ipo", "train.validate_every=0", "--run", "runs/lora"],
+        [*REFERENCE, "--out", "stored"],
+        [*STORED, "--run", "runs/stored"],
     ]
     found = commands(rank, world_size, f"{init_method}-whole", folder, lines)
-    for name in ("resumed", "elsewhere"):
-        run = RunDirectory(f"runs/{name}")
-        shutil.copytree("runs/dpo", run.path)
-        shutil.rmtree(run.checkpoints / directory_name(STEPS))
-        run.status.unlink()
+    tuned.interrupted("runs/dpo", ("resumed", "elsewhere"), step=STEPS)
     again = [
         [*TUNE, "--run", "runs/resumed"],
         ["data", "prepare", "equal.toml", "--out", "other"],
@@ -119,6 +115,14 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         [*TUNE, "data.sequence_length=16", "--run", "runs/none"],
         [*TUNE, "train.init_from=none", "train.branch_from=runs/base@2", "--run", "runs/none"],
         [*TUNE, "task.gamma=0.2", "--run", "runs/none"],
+        [*STORED, "data.store=store", "--run", "runs/none"],
+        [*STORED, "train.init_from=runs/dpo@6", "--run", "runs/none"],
+        [*STORED, "train.micro_batch_size=4", "--run", "runs/none"],
+        [*STORED, "task.loss=simpo", "train.init_from=none", "--run", "runs/none"],
+        [*STORED, "data.curriculum=[{sequence_length = 32, until_tokens = 256}]", "--run", "runs/none"],
+        [*REFERENCE, "data.store=stored", "--out", "again"],
+        [*REFERENCE, "--out", "stored"],
+        [*REFERENCE, "task.loss=simpo", "--out", "again"],
     ]
     return [*found, *commands(rank, world_size, f"{init_method}-again", folder, again)]
 
@@ -129,10 +133,10 @@ def test_preferences_are_learned_and_resumed(
 ) -> None:
     (results,) = run_ranks(on_one_process, 1, str(folder), timeout_s=500)
     codes, outputs = zip(*results, strict=True)
-    assert codes[:6] == (0,) * 6, results
-    assert all(codes[6:]), results
+    assert codes[:8] == (0,) * 8, results
+    assert all(codes[8:]), results
     for output, message in zip(
-        outputs[6:],
+        outputs[8:],
         [
             "equal.jsonl, line 1: sources.sums: chosen and rejected are equal; remove the pair",
             "compares the model with the one that it begins from; set train.init_from",
@@ -141,13 +145,26 @@ def test_preferences_are_learned_and_resumed(
             "sums-validation: a pair of answers has 20 tokens, more than data.sequence_length = 16; use 20 or more",
             'train.branch_from = "runs/base@2": the run that it branches off has no frozen model',
             'gamma = 0.2 has no effect in loss = "dpo"; remove it',
+            "source sums of store has no log-probabilities of a reference; write a store that has them",
+            'and train.init_from = "runs/dpo@6" is another model',
+            "were computed with train.micro_batch_size = 2, here 4; compute them again",
+            'reference = "stored" has no effect in loss = "simpo"; remove it',
+            "is of sequences of one length; remove data.curriculum",
+            "source sums has log-probabilities of runs/base/checkpoints/step-00000002; use the store that was prepared",
+            "stored: it exists and is never overwritten",
+            "no reference: use task.loss",
         ],
         strict=True,
     ):
         assert message in output
     metrics = {
-        name: read_metrics(RunDirectory(folder / "runs" / name).metrics) for name in ("dpo", "resumed", "lora", "simpo")
+        name: read_metrics(RunDirectory(folder / "runs" / name).metrics)
+        for name in ("dpo", "resumed", "lora", "simpo", "stored")
     }
+    # Log-probabilities from the store are those of the model, bitwise, and are no part of a checkpoint.
+    assert steps_of(metrics["stored"]) == steps_of(metrics["dpo"])
+    assert metrics["stored"][-1]["validation"] == metrics["dpo"][-1]["validation"]
+    assert not verify_store(folder / "stored", lambda *_: None).faults
     # The model is its reference at the first step.
     assert metrics["dpo"][0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert metrics["lora"][0]["loss"] == pytest.approx(25.0, rel=1e-5)
@@ -161,8 +178,7 @@ def test_preferences_are_learned_and_resumed(
     for ((code, stderr),) in run_ranks(commands, 2, str(folder), lines, timeout_s=300):
         assert code == 0, stderr
     found = read_metrics(RunDirectory(folder / "runs/elsewhere").metrics)
-    for one, other in zip(found[STEPS // 2 :], metrics["dpo"][STEPS // 2 :], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    tuned.check_losses(found, metrics["dpo"], first=STEPS // 2, rel=1e-4)
     store = TokenStore(folder / "store")
     total = sum(check_pairs(store, store.sources[name]) for name in ("sums", "sums-validation"))
     assert total == len(records()) - 1, "the pair that is there twice is dropped, both documents of it"
@@ -191,3 +207,47 @@ def check_pairs(store: TokenStore, source: TokenSource) -> int:
         assert counted.sum() == len(text) - text.index("=") - 1
         assert not counted[: text.index("=") + 2].any()
     return source.num_documents // 2
+
+
+AXES = {
+    "tensor": ["parallel.tensor=2"],
+    "sequence": ["parallel.sequence=2"],
+    "pipeline": ["parallel.pipeline=2", "train.micro_batch_size=1"],
+    "data": ["task.loss=ipo"],
+    "adapters": ["parallel.tensor=2", "adapter.name=lora", "adapter.lora_dropout=0.2"],
+}
+
+
+def on_two_processes(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    lines = [["data", "prepare", "corpus.toml", "--out", "store"], BASE]
+    for name, words in AXES.items():
+        lines.append([*REFERENCE, *words, "--out", f"stored-{name}"])
+        lines.append([*TUNE, *words, "--run", f"runs/{name}-model"])
+        stored = ["task.reference=stored", f"data.store=stored-{name}"]
+        lines.append([*TUNE, *words, *stored, "--run", f"runs/{name}-stored"])
+    # Those of one layout on another: refused, or taken by name.
+    other = [*TUNE, "task.reference=stored", "data.store=stored-tensor", "parallel.sequence=2"]
+    lines.append([*other, "--run", "runs/other"])
+    lines.append([*other, "--allow-change", "task.reference", "--run", "runs/other"])
+    return commands(rank, world_size, init_method, folder, lines)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_stored_log_probabilities_are_those_of_the_model_on_the_same_ranks(
+    folder: Path, tmp_path: Path, run_ranks: RunRanks, steps_of: Callable[..., dict[int, tuple[Any, ...]]]
+) -> None:
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    for results in run_ranks(on_two_processes, 2, str(tmp_path), timeout_s=900):
+        *done, (refused, output), (accepted, _) = results
+        assert not [one for one in done if one[0]], results
+        assert refused and "were computed with parallel.tensor = 2, here 1, parallel.sequence = 1, here 2" in output
+        assert accepted == 0
+    metrics = {path.name: read_metrics(RunDirectory(path).metrics) for path in (tmp_path / "runs").iterdir()}
+    for name in AXES:
+        model, stored = (metrics[f"{name}-{how}"] for how in ("model", "stored"))
+        assert steps_of(stored) == steps_of(model), name
+        assert stored[-1]["validation"] == model[-1]["validation"], name
+    tuned.check_losses(metrics["other"], metrics["sequence-model"], first=0, rel=1e-4)

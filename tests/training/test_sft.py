@@ -2,18 +2,18 @@
 
 import json
 import runpy
-import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightscale.runs.run_directory import RunDirectory, read_metrics
-from lightscale.training.checkpoints.directories import directory_name
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 commands = runpy.run_path(str(HELPERS / "rank_commands.py"))["commands"]
+tuned = SimpleNamespace(**runpy.run_path(str(HELPERS / "tuned_runs.py")))
 RunRanks = Callable[..., list[Any]]
 STEPS = 6
 CORPUS = """\
@@ -28,12 +28,7 @@ max_tokens = 64
 """
 RUN = f"""\
 extends = ["{HELPERS.parents[1]}/configs/arch/tnl.toml", "{HELPERS.parents[1]}/configs/size/tiny.toml"]
-[model]
-vocab_size = 128
-num_layers = 2
-hidden_size = 32
-num_heads = 2
-intermediate_size = 48
+{tuned.MODEL.format(mixer='"tnl"')}
 [data]
 store = "store"
 sequence_length = 64
@@ -58,10 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
     lines = [{"instruction": f"{one}+{two}", "output": f"{one + two}"} for one in range(1, 9) for two in range(9)]
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (folder / "t.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'assistant' %}={% generation %}{{ m.content }}.{% endgeneration %}"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
+    (folder / "t.jinja").write_text(tuned.TEMPLATE)
     (folder / "corpus.toml").write_text(CORPUS)
     (folder / "run.toml").write_text(RUN)
     return folder
@@ -71,12 +63,13 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
     """Store, base, fine-tuning; the last once more from its first checkpoint, and with a store without a mask."""
     lines = [["data", "prepare", "corpus.toml", "--out", "store"], BASE, [*TUNE, "--run", "runs/tuned"]]
     found = commands(rank, world_size, f"{init_method}-whole", folder, lines)
-    for name in ("resumed", "elsewhere"):
-        run = RunDirectory(f"runs/{name}")
-        shutil.copytree("runs/tuned", run.path)
-        shutil.rmtree(run.checkpoints / directory_name(STEPS))
-        run.status.unlink()
-    again = [[*TUNE, "--run", "runs/resumed"], [*TUNE, "data.packing=concat", "--run", "runs/cut"]]
+    tuned.interrupted("runs/tuned", ("resumed", "elsewhere"), step=STEPS)
+    again = [
+        [*TUNE, "--run", "runs/resumed"],
+        [*TUNE, "data.packing=concat", "--run", "runs/cut"],
+        [*TUNE, "data.sequence_length=6", "train.validate_every=0", "data.validation={}", "--run", "runs/cut"],
+        [*TUNE, "model.vocab_size=100", "--run", "runs/cut"],
+    ]
     return [*found, *commands(rank, world_size, f"{init_method}-again", folder, again)]
 
 
@@ -86,9 +79,18 @@ def test_a_model_is_fine_tuned_and_resumes_bitwise_and_on_other_ranks(
 ) -> None:
     (results,) = run_ranks(on_one_process, 1, str(folder), timeout_s=400)
     assert [code for code, _ in results[:4]] == [0] * 4, results
-    code, stderr = results[4]
-    assert code != 0
-    assert 'data.packing = "concat" cuts documents, but task.name = "sft" learns from whole ones; use "whole"' in stderr
+    for (code, stderr), message in zip(
+        results[4:],
+        [
+            'data.packing = "concat" cuts documents, but task.name = "sft" learns from whole ones; use "whole"',
+            'more than data.sequence_length = 6, and task.name = "sft" learns from whole ones; use',
+            "model.vocab_size = 100 is less than the 128 tokens of ascii",
+        ],
+        strict=True,
+    ):
+        assert code != 0 and message in stderr
+    assert "sums.jsonl, bytes" in results[5][1], "the file and the place of the conversation"
+    assert not (folder / "runs/cut").exists()
     # Before it trains, a run shows how its sequences are filled.
     assert "of them padding; its loss mask selects the labels that count" in results[2][1]
     metrics = {
@@ -102,7 +104,6 @@ def test_a_model_is_fine_tuned_and_resumes_bitwise_and_on_other_ranks(
     for ((code, stderr),) in run_ranks(commands, 2, str(folder), lines, timeout_s=300):
         assert code == 0, stderr
     found = read_metrics(RunDirectory(folder / "runs/elsewhere").metrics)
-    for one, other in zip(found[STEPS // 2 :], metrics["tuned"][STEPS // 2 :], strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    tuned.check_losses(found, metrics["tuned"], first=STEPS // 2, rel=1e-4)
     held, held_elsewhere = (lines[-1]["validation"]["held"]["loss"] for lines in (metrics["tuned"], found))
     assert held_elsewhere == pytest.approx(held, rel=1e-3)

@@ -112,6 +112,7 @@ NUMBERS: dict[str, list[Any]] = {
     "adapter.name": ["lora", "dora"],
     "adapter.r": [1, 3],
     "adapter.lora_alpha": [2.0, 6.0],
+    "adapter.lora_dropout": [0.0, 0.25],
     "adapter.target_modules": [["*"], ["*.mixer.*"]],
 }
 """By the key, or its last part."""
@@ -133,6 +134,7 @@ NOT_DRAWN: dict[str, str] = {
     "task.label": "the name of the store's array",
     "task.teacher": "a run of another model: tests/training/test_distillation.py compares layouts with a teacher",
     "task.stage": "as task.teacher",
+    "task.reference": "a store that a reference has filled: tests/training/test_preference_runs.py compares it bitwise",
     "task.temperature": "as task.teacher",
     "task.cross_entropy_weight": "as task.teacher",
     "data.store": "the one that the task and the grid need",

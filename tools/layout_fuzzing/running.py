@@ -147,6 +147,7 @@ class _Case:
                 soft_labels=batch.soft_labels,
                 conditions=batch.conditions,
                 wanted=None if batch.wanted is None else batch.wanted[:, own],
+                places=batch.places,
                 document_starts=None,
                 lengths=lengths,
             )

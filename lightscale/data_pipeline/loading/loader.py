@@ -117,18 +117,21 @@ class TokenLoader:
         layout: LoaderLayout | None = None,
         index_dir: Path | None = None,
         targets: Targets | Images | None = None,
+        label_array: str | None = None,
+        tells_places: bool = False,
     ) -> None:
         """``sources``: source to weight in any unit; none: every training source, by its tokens.
 
         ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
         for the last curriculum stage, that of ``sequence_length``. ``index_dir``: where the indices of
-        ``packing`` = "whole" are kept. ``targets``: makes the labels; None: the next token. Raises ``UserError`` for
-        sizes that do not divide, unknown sources, and sources of validation data.
+        ``packing`` = "whole" are kept. ``targets``: makes the labels; None: the next token. ``label_array``: for
+        ``Batch.label_values``, see ``read_batch``. ``tells_places``: whether batches have ``places``. Raises
+        ``UserError`` for sizes that do not divide, unknown sources, and sources of validation data.
         """
         self.store = store
         self.sequence_length = sequence_length
         self.seed = seed
-        self.targets = targets
+        self.targets, self.label_array, self.tells_places = targets, label_array, tells_places
         self.packing = packing
         self.layout = layout or LoaderLayout()
         self.curriculum = Curriculum(
@@ -164,6 +167,7 @@ class TokenLoader:
         layout: LoaderLayout | None = None,
         index_dir: Path | None = None,
         targets: Targets | Images | None = None,
+        label_array: str | None = None,
     ) -> "TokenLoader":
         """The loader of a run."""
         return cls(
@@ -178,6 +182,8 @@ class TokenLoader:
             layout=layout,
             index_dir=index_dir,
             targets=targets,
+            label_array=label_array,
+            tells_places=config.adapter.lora_dropout > 0,
         )
 
     @property
@@ -204,20 +210,24 @@ class TokenLoader:
         batches = []
         for start in range(samples.start + self.layout.data_rank * b, samples.stop, b * self.layout.data_size):
             rows, range_starts = self._rows(here, start)
+            places = [here.place_of(sample) for sample in range(start, start + b)]
             batches.append(
                 _read(
                     rows,
                     first,
                     last,
                     self.targets,
-                    [here.place_of(sample) for sample in range(start, start + b)],
+                    places,
                     buffers=self._buffers,
                     padding_id=padding_id,
                     range_starts=range_starts,
                     source_numbers=self._source_numbers,
                     row_at=functools.partial(self._row_at, here),
+                    label_array=self.label_array,
                 )
             )
+            if self.tells_places:
+                batches[-1] = replace(batches[-1], places=torch.tensor(places))
         return batches
 
     def step_after(self, tokens: int) -> StepSamples:
@@ -399,13 +409,15 @@ def validation_batches(
     targets: Targets | Images | None = None,
     whole_documents: bool = False,
     padding_id: int = 0,
+    label_array: str | None = None,
 ) -> Iterator[Batch]:
     """The first ``num_sequences`` windows of a source (fewer where it has fewer) in order, cut over the ranks.
 
     The windows are those of ``concat``, however training packs; with ``whole_documents`` those of ``whole``, which
     pad with ``padding_id``, the end-of-text token. Every data rank gets the same number of batches of the same shape:
     micro-batch m of data rank r of R holds the windows (m R + r) b …, and rows beyond the last window repeat the
-    first one with ``loss_mask`` 0. ``targets``: makes the labels; None: the next token.
+    first one with ``loss_mask`` 0. ``targets``: makes the labels; None: the next token. ``label_array``: see
+    ``read_batch``.
     """
     # One kind of window for every run: losses of runs that pack differently can be compared.
     windows = WholeWindows(source, sequence_length) if whole_documents else _concat_windows(source, sequence_length)
@@ -418,7 +430,8 @@ def validation_batches(
         numbers = range(start, start + micro_batch_size)
         rows = [(windows, number if number < num_windows else 0) for number in numbers]
         places = [window * sequence_length for _, window in rows]
-        batch = _read(rows, *bounds, targets, places, buffers=buffers, padding_id=padding_id)
+        how: dict[str, Any] = {"buffers": buffers, "padding_id": padding_id, "label_array": label_array}
+        batch = _read(rows, *bounds, targets, places, **how)
         counted = torch.tensor([[float(number < num_windows)] for number in numbers])
         yield replace(batch, loss_mask=batch.loss_mask * counted)
 
@@ -438,12 +451,13 @@ def _read(
     padding_id: int = 0,
     **how: Any,
 ) -> Batch:
+    label_array = how.pop("label_array", None)
     if isinstance(targets, Images):
         return read_images(rows, first, last, targets, places, **how)
     how.pop("row_at", None)
     how |= {"buffers": buffers, "padding_id": padding_id}
     if targets is None:
-        return read_batch(rows, first, last, **how)
+        return read_batch(rows, first, last, label_array=label_array, **how)
     return read_predicted(rows, first, last, targets, places, **how)
 
 

@@ -8,7 +8,7 @@ documents whole. Reading, labels and the segment of a sequence rank are the same
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -59,6 +59,10 @@ class Batch:
     (b, n / sequence_size, p) fp32. None: images and texts are read as they are."""
     wanted: torch.Tensor | None = None
     """(b, n / sequence_size, p) fp32: what is predicted of noised pixels."""
+    label_values: torch.Tensor | None = None
+    """fp32: of each label the value of an array of the store, 0 in padding; None: none was asked for."""
+    places: torch.Tensor | None = None
+    """(b,) int64: tokens of the run's data before each row, in no epoch the same; None: nobody asked for them."""
     tokens_after: torch.Tensor | None = None
     """(b,) int64 on the host: tokens of each row's last document range behind the segment; None where only earlier
     tokens are read."""
@@ -212,6 +216,7 @@ def read_batch(
     padding_id: int = 0,
     range_starts: RangeStarts | None = None,
     source_numbers: Mapping[str, int] | None = None,
+    label_array: str | None = None,
 ) -> Batch:
     """The slots ``first`` … ``last`` - 1 of each of ``rows``, whose windows are all of one kind.
 
@@ -219,9 +224,11 @@ def read_batch(
 
     ``padding_id``: the end-of-text token; ``ConcatWindows`` do not use it. ``range_starts``: an earlier result of
     ``find_range_starts`` for ``rows``. ``source_numbers``: of each source by its name, for ``Batch.sources``; None:
-    there is one source.
+    there is one source. ``label_array``: of values per token of the sources, for ``Batch.label_values``; windows are
+    then of whole documents.
     """
     shape = (len(rows), last - first)
+    values: NDArray[np.float32] | None = None
     if rows[0][0].is_contiguous:
         slots, positions = range_starts or find_range_starts(rows, first, last)
         # Inputs and labels are one text, shifted, and the whole mask is one value: half the memory to write.
@@ -240,6 +247,10 @@ def read_batch(
             array.fill(padding_id)
         for row, ((windows, _), one) in enumerate(zip(rows, ranges, strict=True)):
             _read_ranges(windows.source, one, first, arrays[0][row], arrays[1][row], counted[row], shift)
+        if label_array is not None:
+            values = np.zeros(shape, dtype=np.float32)
+            for out, ((windows, _), one) in zip(values, zip(rows, ranges, strict=True), strict=True):
+                _read_label_values(windows.source, label_array, one, first, out)
         tokens, labels, mask = (*map(torch.from_numpy, arrays), torch.from_numpy(counted))
     return Batch(
         tokens=tokens,
@@ -248,6 +259,7 @@ def read_batch(
         start_slots=torch.from_numpy(slots),
         start_positions=torch.from_numpy(positions),
         sources=torch.tensor([(source_numbers or {}).get(windows.source.name, 0) for windows, _ in rows]),
+        label_values=None if values is None else torch.from_numpy(values),
     )
 
 
@@ -431,6 +443,29 @@ def _read_ranges(
         counted[begin - first : end - first] = (
             _mask_of_labels(source, start, stop) if shift else source.loss_mask(start, stop)
         )
+
+
+def label_slices(ranges: DocumentRanges, first: int, last: int, num_tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Of each document range in the slots ``first`` … ``last`` - 1: slots behind ``first``, and tokens of the source
+    that are their labels. The end of the source is the label of no slot."""
+    begins = np.maximum(ranges.slots, first)
+    ends = np.append(ranges.slots[1:], last)
+    for slot, start, begin, end in zip(
+        *(one.tolist() for one in (ranges.slots, ranges.starts, begins, ends)), strict=True
+    ):
+        if start != PADDING:
+            token = start + begin - slot + 1
+            stop = min(token + end - begin, num_tokens)
+            yield slice(begin - first, begin - first + stop - token), slice(token, stop)
+
+
+def _read_label_values(
+    source: TokenSource, array: str, ranges: DocumentRanges, first: int, out: NDArray[np.float32]
+) -> None:
+    """The values of labels into (n,) ``out``, for the slots from ``first`` on."""
+    for slots, tokens in label_slices(ranges, first, first + len(out), source.num_tokens):
+        if tokens.start < tokens.stop:
+            out[slots] = source.token_values(array, tokens.start, tokens.stop)
 
 
 def _mask_of_labels(source: TokenSource, start: int, stop: int) -> NDArray[np.uint8] | int:

@@ -49,7 +49,7 @@ from lightscale.data_pipeline.preparation.plan import UNIT_SHIFT, PreparationPla
 from lightscale.data_pipeline.preparation.readers import FilePart, has_parts, read
 from lightscale.data_pipeline.preparation.readers.inputs import EMPTY, Problems, SourceFile
 from lightscale.data_pipeline.preparation.readers.interface import RawDocument
-from lightscale.data_pipeline.preparation.readers.streams import is_packed
+from lightscale.data_pipeline.preparation.readers.streams import line_ends_before
 from lightscale.data_pipeline.preparation.removed import FILE as REMOVED
 from lightscale.data_pipeline.preparation.removed import RemovedWriter
 from lightscale.data_pipeline.preparation.tokenizer_sample import TextSample
@@ -82,7 +82,6 @@ _KEYS_DOCUMENTS = 2**16
 # each hash has a seed of its own.
 _SPLIT_SEED = 1
 _SAMPLE = "sample.json"
-_LINE_END = b"\n"
 
 
 class Context:
@@ -393,12 +392,16 @@ def _texts(chat: Chat, record: str, where: Callable[[], str]) -> Sequence[ChatTe
 
 
 def _place(file: SourceFile, document: RawDocument, source: str) -> str:
-    """File and line of a document, with the table of its source; where a line is not known, its byte or row."""
-    place = document.id
-    if isinstance(file.path, Path) and document.num_bytes and not is_packed(file):
-        with file.path.open("rb") as content:
-            place = f"{file.path}, line {1 + content.read(document.begin).count(_LINE_END)}"
-    return f"{place}: sources.{source}"
+    """File and line of a document, with the table of its source; of a remote file its byte, of a table its row."""
+    if not document.num_bytes:
+        place = f"row {document.begin}"
+    elif isinstance(file.path, Path):
+        place = f"line {1 + line_ends_before(file.path, document.begin)}"
+        # An array of objects may be one line.
+        place += f", byte {document.begin}" if ".json" in map(str.lower, file.path.suffixes) else ""
+    else:
+        place = f"byte {document.begin}"
+    return f"{file.path}, {place}: sources.{source}"
 
 
 def utf8_bytes(text: str) -> int:

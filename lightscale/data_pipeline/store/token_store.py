@@ -27,6 +27,7 @@ from lightscale.data_pipeline.store.format import (
     LABEL,
     LOSS_MASK,
     ORIGINS,
+    REFERENCE,
     REPORT_FILE,
     SHARD_TOKENS,
     SPLITS,
@@ -309,6 +310,12 @@ class TokenSource:
         """Of conversations: template, special tokens, variables and rule of the loss mask; None: texts."""
         if not isinstance(self.chat, dict | None):
             raise UserError(f"{group.metadata_path}: damaged attributes (chat: must be a table)")
+        self.reference: dict[str, Any] | None = group.attributes.get("reference")
+        """The model and the layout that the array ``REFERENCE`` was computed with; None: there is no such array."""
+        if not isinstance(self.reference, dict | None) or (self.reference is None) != (
+            TOKENS_PREFIX + REFERENCE not in group.arrays
+        ):
+            raise UserError(f"{group.metadata_path}: damaged attributes (reference: must be a table beside its array)")
         self._tokens = group.open("tokens", self.num_tokens)
         self._doc_ends = group.open("doc_ends", self.num_documents)
         self._per_token = {
@@ -342,6 +349,12 @@ class TokenSource:
     def holds_pairs(self) -> bool:
         """Whether documents are preferences: the chosen answer to a prompt, then the rejected one."""
         return bool(self.chat and self.chat.get("pairs"))
+
+    def longest_document(self) -> tuple[int, int]:
+        """Number and tokens of the longest document, the first of several; reads the ends of all."""
+        lengths = np.diff(self.document_ends(0, self.num_documents), prepend=0)
+        number = int(lengths.argmax())
+        return number, int(lengths[number])
 
     def longest_pair(self) -> int:
         """Most tokens of a pair of answers; reads the ends of all documents."""

@@ -19,7 +19,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.config.sinks import check_installed
 from lightscale.data_pipeline.chat.recorded import template_of
 from lightscale.data_pipeline.store.several_stores import open_stores, same_classes
-from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenStore
+from lightscale.data_pipeline.store.token_store import TokenizerIdentity, TokenSource, TokenStore
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.errors import UserError
 from lightscale.evaluation.registry import find_tasks
@@ -28,7 +28,7 @@ from lightscale.models.registry import shared_specs
 from lightscale.models.specs.tpe import TPESpec
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.tasks.interface import task_of
-from lightscale.training.beginning import check_base, check_beginning
+from lightscale.training.beginning import check_base, check_beginning, check_reference
 from lightscale.training.branch import check_branch
 from lightscale.training.optimizer.registry import optimizer_spec
 from lightscale.training.teacher import check_teacher
@@ -147,6 +147,7 @@ def check_inputs(config: RunConfig, directory: RunDirectory, allow: Collection[s
     _check_tasks(config)
     check_beginning(config, directory)
     check_base(config)
+    check_reference(config, directory, allow)
     check_branch(config, directory, allow)
     check_teacher(config)
 
@@ -202,6 +203,9 @@ def _check_store(config: RunConfig) -> None:
     # Without names all that hold no validation data are trained on.
     training = [name for name, source in store.sources.items() if source.split == "train"]
     task.check_store(config.model, store, data.sources or training)
+    if task.keeps_documents_whole and not task.compares_answers:
+        for name in data.sources or training:
+            _check_lengths(config, store.source(name))
     if task.writes_text:
         template_of(store, data.sources)
     _check_grid(config.model, store, data.sources or training)
@@ -218,6 +222,8 @@ def _check_store(config: RunConfig) -> None:
                 "prepare both with the same tokenizer"
             )
         task.check_store(config.model, other, [validation.source])
+        if task.keeps_documents_whole and not task.compares_answers:
+            _check_lengths(config, other.source(validation.source))
         # In training data the loader finds it before the first step.
         if task.compares_answers and (longest := other.source(validation.source).longest_pair()) > data.sequence_length:
             raise UserError(
@@ -232,6 +238,22 @@ def _check_store(config: RunConfig) -> None:
                     f"in {named}; {same_classes(other)}"
                 )
         _check_grid(config.model, other, [validation.source])
+
+
+def _check_lengths(config: RunConfig, source: TokenSource) -> None:
+    """UserError for a document that no sequence holds whole, also of the shortest curriculum stage."""
+    data = config.data
+    length = min([data.sequence_length, *(stage.sequence_length for stage in data.curriculum)])
+    number, longest = source.longest_document()
+    if longest > length:
+        origin = source.origin(number)
+        place = f"document {number}" if origin is None else f"document {number} ({origin.file}, {origin.place})"
+        key = "data.sequence_length" if length == data.sequence_length else "data.curriculum: sequence_length"
+        raise UserError(
+            f"{source.directory}: {place} has {longest:,} tokens, more than {key} = {length:,}, and task.name = "
+            f'"{config.task.name}" learns from whole ones; use {longest} or more, or prepare the source with '
+            f'chat.max_tokens = {length} (chat.too_long = "cut" cuts longer ones)'
+        )
 
 
 def check_lines(config: RunConfig) -> None:

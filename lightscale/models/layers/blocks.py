@@ -6,6 +6,7 @@ A sum and the norm behind it are one pass over the activations, also from one bl
 stream is the pair (x, added), of which s is the sum.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,9 @@ def _normed(norm: nn.Module, stream: Stream) -> tuple[Tensor, Tensor]:
 class DecoderLayer(TransformerLayer):
     """Megatron's layer of a mixer and a gated linear unit, with norms before them, behind them, or both."""
 
+    tell: Callable[[SequenceContext], None] | None = None
+    """Takes the context of each pass before the layer's maps compute, also of a pass that is repeated."""
+
     def mixer_input(self, stream: Stream) -> tuple[Tensor, Any]:
         """The whole stream, and the mixer's input: its norm; with the stream itself for a mixer that ``reads_raw``."""
         x, normed = _normed(self.input_layernorm, stream)
@@ -42,6 +46,8 @@ class DecoderLayer(TransformerLayer):
 
     def pair(self, hidden_states: Tensor, added: Tensor | None, context: SequenceContext) -> Stream:
         """The stream behind the block."""
+        if self.tell is not None:
+            self.tell(context)
         x, given = self.mixer_input((hidden_states, added))
         mixed, _ = self.self_attention(given, None, packed_seq_params=context)
         added = self._output(self.self_attn_bda, mixed)
@@ -49,10 +55,17 @@ class DecoderLayer(TransformerLayer):
             return x, added
         x, normed = _normed(self.pre_mlp_layernorm, (x, added))
         if self.recompute_mlp:
-            output, _ = tensor_parallel.checkpoint(partial(self.mlp, padding_mask=None), False, normed)
+            output, _ = tensor_parallel.checkpoint(partial(self._mlp, context), False, normed)
         else:
             output, _ = self.mlp(normed)
         return x, self._output(self.mlp_bda, output)
+
+    def _mlp(self, context: SequenceContext, normed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gated linear unit, which backward repeats when other micro-batches have passed."""
+        if self.tell is not None:
+            self.tell(context)
+        output: tuple[Tensor, Tensor | None] = self.mlp(normed, padding_mask=None)
+        return output
 
     @staticmethod
     def _output(post_norm: nn.Module, output: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class SequenceContext:
     states: layer name to state, in generation: read as the incoming state, then replaced by the outgoing one.
     grid: of documents; None: they are rows of tokens.
     conditions: (b, 2) int64, timestep and class of each row's one image; None: nothing is conditioned.
+    places: (b,) int64, what tells each row from all others of a run; None: nothing is drawn for its tokens.
     shared: results of the model's parts for all layers (``StagePart.forward``), by the name of the part.
     """
 
@@ -71,11 +72,17 @@ class SequenceContext:
     states: dict[str, MixerState] | None = None
     grid: GridConfig | None = None
     conditions: Tensor | None = None
+    places: Tensor | None = None
     shared: Mapping[str, Any] = field(default_factory=dict)
     documents_stay: bool = False
     _attentions: dict[tuple[bool, int | None, float | None], DocumentAttention] = field(default_factory=dict)
     _splits: dict[DocumentAttention, SplitAttention] = field(default_factory=dict)
     _phases: dict[Hashable, Phases] = field(default_factory=dict)
+
+    @property
+    def first_slot(self) -> int:
+        """Of this rank's segment in its rows."""
+        return 0 if self.exchange is None else sum(self._rank_lengths[: self.exchange.rank])
 
     def attention_of(self, *, causal: bool, window: int | None = None, cap: float | None = None) -> DocumentAttention:
         """``attention`` or ``attention_both_ways`` with a window and capped scores; one for all layers of a kind."""
@@ -221,6 +228,7 @@ class SequenceContext:
         lengths: Sequence[int] | None = None,
         states: dict[str, MixerState] | None = None,
         grid: GridConfig | None = None,
+        places: Tensor | None = None,
         shared: Mapping[str, Any] | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> "SequenceContext":
@@ -249,6 +257,7 @@ class SequenceContext:
             lengths=lengths,
             states=states,
             grid=grid,
+            places=places,
             shared=shared or {},
             documents_stay=documents_stay,
         )

@@ -82,6 +82,8 @@ class _Batch:
     lengths: tuple[int, ...] | None = None
     sources: Tensor | None = None
     soft_labels: Tensor | None = None
+    label_values: Tensor | None = None
+    places: Tensor | None = None
 
 
 def config_of(cell: Cell, recipe: Recipe, *, vocab_size: int) -> RunConfig:

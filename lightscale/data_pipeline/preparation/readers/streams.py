@@ -2,10 +2,12 @@
 
 import bz2
 import contextlib
+import gzip
 import itertools
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 from lightscale.data_pipeline.executors import Advance
 from lightscale.data_pipeline.preparation.readers.access_points import AccessPoint, GzipMember
@@ -36,6 +38,21 @@ _MOST_HEADER_BYTES = 18
 def is_packed(file: SourceFile) -> bool:
     """Whether ``file`` is compressed, by its name."""
     return file.path.name.lower().endswith(PACKED_SUFFIXES)
+
+
+def line_ends_before(path: Path, begin: int) -> int:
+    """Line ends among the first ``begin`` bytes of a local file's content, unpacked; it reads these bytes."""
+    name = path.name.lower()
+    opener: Any = {_GZ: gzip.open, ".bz2": bz2.open}.get(path.suffix.lower(), open)
+    if name.endswith(_ZST) and zstandard is not None:
+        opener = zstandard.open
+    opened: Any = opener(path, "rb")
+    count = 0
+    with opened as content:
+        while begin > 0 and (part := content.read(min(begin, _COMPRESSED_READ_BYTES))):
+            count += part.count(b"\n")
+            begin -= len(part)
+    return count
 
 
 def require_unpacker(file: SourceFile) -> None:
