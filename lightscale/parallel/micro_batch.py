@@ -1,6 +1,7 @@
 """Micro-batches as the engine reads them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -62,3 +63,21 @@ class MicroBatch(Protocol):
     @property
     def lengths(self) -> Sequence[int] | None:
         """n of every sequence rank where they differ (only without tensor and pipeline ranks); None when equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenMicroBatch:
+    """A ``MicroBatch`` of tensors that are given, not loaded from a store; most have only the first four."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    positions: Tensor
+    document_starts: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None] | None = None
+    sources: Tensor | None = None
+    soft_labels: Tensor | None = None
+    conditions: Tensor | None = None
+    wanted: Tensor | None = None
+    label_values: Tensor | None = None
+    places: Tensor | None = None
+    lengths: Sequence[int] | None = None

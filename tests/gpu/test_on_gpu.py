@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.runs.run_directory import read_metrics
 from lightscale.training.optimizer.adamw import AdamW
 
@@ -30,19 +30,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: run `make gpu-check` on a machine that has one"),
 ]
 RunRanks = Callable[..., list[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    positions: Tensor
-    document_starts: tuple[Tensor, Tensor] | None = None
-    lengths: tuple[int, ...] | None = None
-    soft_labels: None = None
-    label_values: None = None
-    places: None = None
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -77,7 +64,7 @@ def loss_and_gradients(rank: int, world_size: int, init_method: str, mixer: str,
         positions = torch.arange(n).repeat(2, 1)
         cut = 2 * n // 5
         positions[0, cut:] -= cut
-        batch = MicroBatch(
+        batch = GivenMicroBatch(
             tokens=tokens[:, :-1].to(mesh.device),
             labels=tokens[:, 1:].to(mesh.device),
             loss_mask=torch.ones(2, n, device=mesh.device),

@@ -22,10 +22,11 @@ from lightscale.models.language_model import language_model_chunks, transformer_
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights, shard
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.training.optimizer.adamw import AdamW
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("tiny_engine.py"))))
-MicroBatch, named, whole, error = tiny.MicroBatch, tiny.named, tiny.whole, tiny.error
+named, whole, error = tiny.named, tiny.whole, tiny.error
 forms = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("llama_forms.py"))))
 collectives = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("collectives.py"))))
 
@@ -217,7 +218,7 @@ def step_batches(step: int, mesh: Mesh, case: Case) -> list[Any]:
     own = slice(edges[mesh.sequence_rank], edges[mesh.sequence_rank + 1])
     lengths = tuple(stop - start for start, stop in itertools.pairwise(edges)) if case.cuts else None
     return [
-        MicroBatch(
+        GivenMicroBatch(
             tokens=tokens[:, :-1][:, own],
             labels=tokens[:, 1:][:, own],
             loss_mask=mask[:, own],

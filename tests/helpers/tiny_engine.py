@@ -6,7 +6,6 @@ Loaded by path (runpy), by pytest's process and by those of the ranks: tests are
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightscale.config.schema import DataConfig, RunConfig, TaskConfig, TrainCon
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters, unpadded_rows
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.training.build import build_engine
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 128}
@@ -28,29 +28,14 @@ LR = 1e-3
 Axes = tuple[int, ...]  # processes, tensor, pipeline, sequence, and virtual stages if any; data is the rest
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    positions: Tensor
-    document_starts: tuple[Tensor, Tensor] | None = None
-    lengths: tuple[int, ...] | None = None
-    soft_labels: None = None
-    conditions: None = None
-    wanted: None = None
-    label_values: Tensor | None = None
-    places: Tensor | None = None
-
-
-def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[MicroBatch]:
+def step_batches(step: int, mesh: Mesh, *, num_ids: int = VOCAB_SIZE) -> list[GivenMicroBatch]:
     """This rank's share of step ``step``: four sequences, two in a micro-batch."""
     tokens = torch.randint(0, num_ids, (4, TOKENS + 1), generator=torch.Generator().manual_seed(step))
     n = TOKENS // mesh.sequence
     own = slice(mesh.sequence_rank * n, (mesh.sequence_rank + 1) * n)
     positions = torch.arange(TOKENS).repeat(2, 1)
     return [
-        MicroBatch(
+        GivenMicroBatch(
             tokens=rows[:, :-1][:, own],
             labels=rows[:, 1:][:, own],
             loss_mask=torch.ones(2, n),

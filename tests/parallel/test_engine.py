@@ -17,6 +17,7 @@ from lightscale.models.language_model import LanguageModel, transformer_config
 from lightscale.parallel.engine import Engine, LossSums
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.training.optimizer.adamw import AdamW
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
@@ -43,7 +44,7 @@ def global_batch(step: int) -> Any:
     mask = (torch.rand(4, TOKENS, generator=generator) < torch.tensor([[0.1], [0.9], [0.5], [0.7]])).float()
     positions = torch.arange(TOKENS).repeat(4, 1)
     positions[1, 7:] = torch.arange(TOKENS - 7)
-    return tiny.MicroBatch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=mask, positions=positions)
+    return GivenMicroBatch(tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=mask, positions=positions)
 
 
 def own_share(batch: Any, mesh: Mesh) -> list[Any]:
@@ -51,7 +52,7 @@ def own_share(batch: Any, mesh: Mesh) -> list[Any]:
     columns = slice(mesh.sequence_rank * n, (mesh.sequence_rank + 1) * n)
     rows = [slice(first, first + 2) for first in (0, 2)][mesh.data_rank :: mesh.data]
     fields = ("tokens", "labels", "loss_mask", "positions")
-    return [tiny.MicroBatch(**{field: getattr(batch, field)[own, columns] for field in fields}) for own in rows]
+    return [GivenMicroBatch(**{field: getattr(batch, field)[own, columns] for field in fields}) for own in rows]
 
 
 def direct_losses(model: Any, batch: Any) -> Tensor:

@@ -6,7 +6,6 @@ GPU. Graphs themselves are in ``tests/twin``.
 
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightscale.kernels.common.captures import CannotCapture
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.graphs import GraphInputs, MicroBatchGraphs, _reason, why_not
+from lightscale.parallel.micro_batch import GivenMicroBatch
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
 
@@ -26,21 +25,7 @@ RunRanks = Callable[..., list[Any]]
 STEPS, MICRO_BATCHES = 3, 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    positions: Tensor
-    document_starts: tuple[Tensor, Tensor]
-    sources: Tensor | None = None
-    lengths: None = None
-    soft_labels: None = None
-    label_values: None = None
-    places: None = None
-
-
-def batches(step: int, engine: Engine, *, tokens: int = 24) -> list[MicroBatch]:
+def batches(step: int, engine: Engine, *, tokens: int = 24) -> list[GivenMicroBatch]:
     """Three micro-batches of this rank: the second has no document that starts within a row."""
     mesh, made = engine.mesh, []
     for number in range(MICRO_BATCHES):
@@ -53,7 +38,7 @@ def batches(step: int, engine: Engine, *, tokens: int = 24) -> list[MicroBatch]:
         slots = torch.arange(tokens).expand(2, -1)
         starts = begins.flatten().nonzero().flatten()
         made.append(
-            MicroBatch(
+            GivenMicroBatch(
                 tokens=ids[:, :-1],
                 labels=ids[:, 1:],
                 loss_mask=torch.rand(2, tokens, generator=generator).round(),

@@ -5,6 +5,7 @@ Of LLaMA: the other operators check and cut their documents on CPUs by reading t
 
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ def reads(rank: int, world_size: int, init_method: str, given: bool) -> list[str
             positions = batch.positions.clone()
             positions[:, 20:] -= 20
             starts = tuple(read_starts(positions)) if given else None
-            batches.append(tiny.MicroBatch(**{**vars(batch), "positions": positions, "document_starts": starts}))
+            batches.append(replace(batch, positions=positions, document_starts=starts))
         with Reads() as found:
             engine.forward_backward(batches)
             engine.gradient_norm()

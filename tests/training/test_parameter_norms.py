@@ -3,7 +3,7 @@
 import math
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +22,6 @@ RunRanks = Callable[..., list[Any]]
 MODEL: dict[str, Any] = {"mixer": ["tnl", "lightnet"], "norm": "rmsnorm"}
 ON_TWO = [(2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1, 1), (2, 1, 2, 1, 2)]
 STEPS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch(tiny.MicroBatch):  # type: ignore[misc, name-defined]
-    sources: Tensor
 
 
 def whole_norms(tensors: dict[str, Tensor]) -> dict[str, float]:
@@ -95,7 +90,7 @@ def by_source(rank: int, world_size: int, init_method: str, layouts: list[Any]) 
             plain = tiny.step_batches(0, engine.mesh)
             for one in plain:
                 one.loss_mask[0, 5:] = 0
-            batches = [MicroBatch(**vars(one), sources=torch.tensor([2, 0])) for one in plain]
+            batches = [replace(one, sources=torch.tensor([2, 0])) for one in plain]
             sums = engine.forward_backward(batches)
             alone = []
             for source in range(3):

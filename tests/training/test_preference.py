@@ -21,6 +21,7 @@ from lightscale.models.low_rank import add_adapters
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import draw_weights
 from lightscale.parallel.mesh import Mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.tasks.preference import PreferenceConfig
 from lightscale.training.optimizer.adamw import AdamW
 from lightscale.training.preference import PreferenceObjective
@@ -74,7 +75,7 @@ def micro_batches(mesh: Mesh) -> list[Any]:
             positions[row, at:] = torch.arange(parity.TOKENS - at)
         parts = (one[:, own] for one in (tokens, labels, mask, positions))
         named = zip(("tokens", "labels", "loss_mask", "positions"), parts, strict=True)
-        found.append(parity.MicroBatch(**dict(named)))
+        found.append(GivenMicroBatch(**dict(named)))
     return found[mesh.data_rank :: mesh.data]
 
 

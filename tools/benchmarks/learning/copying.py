@@ -29,6 +29,7 @@ from lightscale.config.schema import DataConfig, RunConfig, TrainConfig
 from lightscale.data_pipeline.generators.copying import Copying
 from lightscale.errors import UserError
 from lightscale.parallel.mesh import start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.runs.run_directory import write_atomically
 from lightscale.training.build import build_engine
 from lightscale.training.optimizer.adamw import AdamWConfig
@@ -70,22 +71,6 @@ class Cell:
         return f"{self.model.replace(' ', '-')}_{self.length}_{self.seed}.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """What an engine takes; see ``training`` of lightscale."""
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    positions: Tensor
-    document_starts: tuple[Tensor, Tensor] | None = None
-    lengths: tuple[int, ...] | None = None
-    sources: Tensor | None = None
-    soft_labels: Tensor | None = None
-    label_values: Tensor | None = None
-    places: Tensor | None = None
-
-
 def config_of(cell: Cell, recipe: Recipe, *, vocab_size: int) -> RunConfig:
     """The configuration of a curve."""
     tokens = 2 * cell.length + 3
@@ -100,7 +85,7 @@ def config_of(cell: Cell, recipe: Recipe, *, vocab_size: int) -> RunConfig:
     )
 
 
-def batches(generator: Copying, *, batch: int, seed: int) -> Iterator[_Batch]:
+def batches(generator: Copying, *, batch: int, seed: int) -> Iterator[GivenMicroBatch]:
     """Batches of documents, as a store has them: the end-of-text token, the document, and that token again."""
     tokenizer, number = generator.tokenizer(), 0
     while True:
@@ -113,7 +98,7 @@ def batches(generator: Copying, *, batch: int, seed: int) -> Iterator[_Batch]:
         # The end of a document counts where its last token does.
         mask = torch.from_numpy(np.concatenate([counts, counts[:, -1:]], axis=1)).float()
         positions = torch.arange(rows.shape[1] - 1).repeat(batch, 1)
-        yield _Batch(tokens=rows[:, :-1], labels=rows[:, 1:], loss_mask=mask, positions=positions)
+        yield GivenMicroBatch(tokens=rows[:, :-1], labels=rows[:, 1:], loss_mask=mask, positions=positions)
 
 
 @contextmanager
