@@ -351,7 +351,9 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
         if "classify" in task[0]:
             resolved["model"]["head"] = of_task["model"]["head"]
     of_images = tomllib.loads(to_toml(load("vit-digits", ["task.augmentation.horizontal_flip=0.5"])))
-    resolved["task"] |= of_images["task"]
+    of_drawing = tomllib.loads(to_toml(load("lightnet-dit-digits")))
+    resolved["task"] |= of_images["task"] | of_drawing["task"]
+    resolved["model"]["diffusion"] = of_drawing["model"]["diffusion"]
     for name in OPTIMIZERS:
         keys = (f"optimizer.name={name}", "optimizer.groups.v.parameters=['*']")
         resolved["optimizer"] |= tomllib.loads(to_toml(tiny_config(*keys)))["optimizer"]
@@ -374,7 +376,7 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
         (["task.name=maskd"], 'task.name = "maskd": unknown task maskd; did you mean masked?'),
         (
             ["task.name=3"],
-            "task.name = 3: unknown task 3; known: causal, masked, classify, classify-image, distill, sft",
+            "task.name = 3: unknown task 3; known: causal, masked, classify, classify-image, diffusion, distill, sft",
         ),
         (["task.mlm_probability=0.3"], 'unknown key task.mlm_probability; it needs task.name = "masked"'),
         (
