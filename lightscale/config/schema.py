@@ -621,8 +621,9 @@ class RunConfig(Section):
                 "2 or more"
             )
         if self.model.head is not None and not task.predicts_labels:
+            what = "noise" if task.predicts_noise else "tokens"
             raise ValueError(
-                f'model.head predicts labels of documents, but task.name = "{name}" predicts tokens; remove the table, '
+                f'model.head predicts labels of documents, but task.name = "{name}" predicts {what}; remove the table, '
                 'or use task.name = "classify"'
             )
         compares = task.compares_answers

@@ -339,7 +339,6 @@ def test_counts_are_those_of_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["task.name=classify-image"], 'task.name = "classify-image" needs the table model.head'),
         (["model.diffusion=none"], "model.patches without model.head"),
         (["model.head={num_labels=3}"], "model.diffusion with model.head is set"),
         (["model.norm_placement=both"], 'model.norm_placement = "both"'),
@@ -360,6 +359,8 @@ def test_wrong_combinations_are_refused_by_name(words: list[str], message: str) 
 
 def test_texts_are_not_noised() -> None:
     with pytest.raises(UserError, match=re.escape('task.name = "diffusion": model.diffusion')):
+        load("tnl-tiny", ["task.name=diffusion"])
+    with pytest.raises(UserError, match=re.escape('but task.name = "diffusion" predicts noise; remove the table')):
         load("vit-digits", ["task.name=diffusion"])
 
 
