@@ -280,9 +280,9 @@ def test_an_export_that_came_back_is_the_run_and_trains_on(
     assert results[0][0] == 0, results
     lines = read_metrics(trained / "runs/one/metrics.jsonl")
     found = read_metrics(trained / "runs/on/metrics.jsonl")
-    # Of weights that know the classes; the first of the run that began anew is log 4.
-    assert found[0]["loss"] < lines[0]["loss"] / 2
-    assert found[-1]["validation"]["held"]["accuracy"] > 0.9
+    # The same images as of the run that began anew, by weights that know the classes.
+    assert found[0]["loss"] < 0.7 * lines[0]["loss"]
+    assert found[-1]["validation"]["held"]["accuracy"] > 0.8
 
 
 def train_on(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
