@@ -29,7 +29,7 @@ from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck, check_detection, checkpoint_directories
 from lightscale.launch.chaos.harness.costs import over_bound
-from lightscale.launch.chaos.harness.keeping import Judged, Progress
+from lightscale.launch.chaos.harness.keeping import CampaignProgress, Judged
 from lightscale.launch.chaos.harness.training import Training
 from lightscale.launch.chaos.harness.trial import Fault, Runner, Subject, Trial
 from lightscale.launch.chaos.harness.verify import SKIPPED, Lines, Verdict, judge, jumps, undone
@@ -104,7 +104,7 @@ class Campaign:
     def run(self, amounts: Mapping[str, int], *, flips: int) -> CampaignResult:
         """Run all parts, or go on where the same campaign was ended; `amounts` by the names in `SORTS`."""
         question = {"amounts": dict(amounts), "flips": flips, "seed": self.seed, "processes": self.processes}
-        progress = Progress(self.directory / "progress.json", {**question, "arguments": self._arguments})
+        progress = CampaignProgress(self.directory / "progress.json", {**question, "arguments": self._arguments})
         amounts = self._with_library(self._with_stores(amounts))
         self._report("undisturbed run", self.result)
         self._run_reference()
@@ -128,7 +128,7 @@ class Campaign:
                 if old.name.partition(".")[0] not in kept:
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
 
-    def _rounds(self, name: str, queue: deque[Fault], progress: Progress) -> None:
+    def _rounds(self, name: str, queue: deque[Fault], progress: CampaignProgress) -> None:
         """Runs until all faults of `queue` have happened."""
         taken = progress.taken(name)
         # A campaign that goes on draws the same faults.
@@ -227,7 +227,7 @@ class Campaign:
             tail = "\n".join(training.output().splitlines()[-5:])
             raise UserError(f"the undisturbed run ended with {training.exit_code} ({training.log}):\n{tail}")
 
-    def _round(self, name: str, number: int, queue: deque[Fault], progress: Progress) -> None:
+    def _round(self, name: str, number: int, queue: deque[Fault], progress: CampaignProgress) -> None:
         before = len(queue)
         program, more = _PROGRAMS.get(name, ("lightscale", ()))
         runner = self._runner(f"{name}-{number:04d}", queue, program, more)
@@ -276,7 +276,7 @@ class Campaign:
             report=report,
         )
 
-    def _judge(self, name: str, taken: int, runner: Runner, reference: Lines, progress: Progress) -> None:
+    def _judge(self, name: str, taken: int, runner: Runner, reference: Lines, progress: CampaignProgress) -> None:
         trial, lines, events = runner.trial, runner.training.lines(), runner.training.events()
         skip = undone(lines, events)
         judged = Judged(

@@ -53,7 +53,7 @@ def _text(out: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class SideCommand:
     """A command and when it can be given."""
 
     words: Callable[[Runner, Path], list[str]]
@@ -63,11 +63,11 @@ class Command:
 
 
 COMMANDS = {
-    "export": Command(words=_export),
-    "evaluate": Command(words=_evaluate),
-    "checkpoint prune": Command(words=_prune, needs_the_run=True),
-    "train --anneal": Command(words=_anneal),
-    "data add": Command(words=_add),
+    "export": SideCommand(words=_export),
+    "evaluate": SideCommand(words=_evaluate),
+    "checkpoint prune": SideCommand(words=_prune, needs_the_run=True),
+    "train --anneal": SideCommand(words=_anneal),
+    "data add": SideCommand(words=_add),
 }
 
 
@@ -115,7 +115,7 @@ class KilledCommand:
         run.happened(self, lambda since: missed)
         run.wait_for_steps(1)
 
-    def _wait(self, run: Runner, process: subprocess.Popen[bytes], seconds: float, chosen: Command) -> None:
+    def _wait(self, run: Runner, process: subprocess.Popen[bytes], seconds: float, chosen: SideCommand) -> None:
         """Until it ends, at most so long."""
         deadline = time.monotonic() + seconds
         if not chosen.needs_the_run:

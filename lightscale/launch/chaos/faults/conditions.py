@@ -30,6 +30,7 @@ EXCLUDED = {
     ("slow rank", "rank stopped (SIGSTOP)"): "what slows a rank lets it go on",
 }
 _SHORTEST_S, _LONGEST_S = 2.0, 16.0
+_LONGEST_PAIR_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,12 +83,17 @@ class Pair:
     def inject(self, run: Runner) -> None:
         """Let both happen, and wait until both are over."""
         run.wait_for_first_step()
-        run.begin(self.first, self.seconds)
+        # On a loaded machine the second one may take minutes, and the first one must last until it has happened. What
+        # stops the run would keep it from happening.
+        run.begin(self.first, self.seconds if self.first.stops_the_run else _LONGEST_PAIR_S)
         run.pause(self.delay_s)
         if is_fault(self.second):
             self.second.inject(run)
+            run.end_conditions(lambda condition: condition is self.first)
         elif is_condition(self.second):
             run.begin(self.second, self.second_seconds)
+            run.pause(self.seconds)
+            run.end_conditions(lambda condition: condition is self.first)
         run.wait_until_over()
 
 

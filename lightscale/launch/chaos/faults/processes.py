@@ -29,6 +29,7 @@ class SlowRank:
     kind: ClassVar[str] = "slow rank"
     bound: ClassVar[Bound] = Bound(saves=2, seconds=120)
     hinders_starts: ClassVar[bool] = False
+    stops_the_run: ClassVar[bool] = False
     _is_over: threading.Event = field(default_factory=threading.Event, repr=False)
     _thread: threading.Thread | None = field(default=None, repr=False)
 
@@ -68,6 +69,7 @@ class Limit:
     """From 0 to 1: how much is left."""
     bound: ClassVar[Bound] = Bound(saves=6, seconds=120)
     hinders_starts: ClassVar[bool] = True
+    stops_the_run: ClassVar[bool] = True
     _before: tuple[psutil.Process, int, tuple[int, int]] | None = field(default=None, repr=False)
 
     @property

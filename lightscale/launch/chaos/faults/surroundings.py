@@ -55,6 +55,11 @@ class Surrounding:
         """Whether a user would mend it before the command is started by hand."""
         return SURROUNDINGS[self.kind].hinders_starts
 
+    @property
+    def stops_the_run(self) -> bool:
+        """Whether there may be no step before it ends."""
+        return SURROUNDINGS[self.kind].field in ("send_stall", "read_stall", "read_only")
+
     def begin(self, run: Runner) -> None:
         """Let it go wrong."""
         self._set(run, self.value)

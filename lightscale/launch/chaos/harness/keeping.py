@@ -71,7 +71,7 @@ def _injected(record: dict[str, Any]) -> Injected:
     return Injected(**{**record, "fault": fault, "sign": sign, "during": tuple(record["during"])})
 
 
-class Progress:
+class CampaignProgress:
     """The judged runs of a campaign in `path`, for the same `question` only."""
 
     def __init__(self, path: Path, question: dict[str, Any]) -> None:

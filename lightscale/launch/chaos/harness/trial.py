@@ -72,6 +72,10 @@ class Condition(Protocol):
     def hinders_starts(self) -> bool:
         """Whether a user would mend it before the command is started by hand."""
 
+    @property
+    def stops_the_run(self) -> bool:
+        """Whether there may be no step before it ends."""
+
     def begin(self, run: "Runner") -> None:
         """Let it go wrong."""
 

@@ -8,7 +8,7 @@ import pytest
 from lightscale.launch.chaos.faults.kills import Kill
 from lightscale.launch.chaos.faults.lost_checkpoints import MissingCheckpoints
 from lightscale.launch.chaos.harness.costs import over_bound
-from lightscale.launch.chaos.harness.keeping import Judged, Progress
+from lightscale.launch.chaos.harness.keeping import CampaignProgress, Judged
 from lightscale.launch.chaos.harness.trial import Injected, Trial
 from lightscale.launch.chaos.harness.verify import Verdict
 
@@ -45,15 +45,15 @@ def test_what_is_kept_is_what_was_judged(tmp_path: Path) -> None:
 
 def test_a_campaign_goes_on_only_with_its_own_question(tmp_path: Path) -> None:
     path, question = tmp_path / "progress.json", {"seed": 0, "amounts": {"kills": 3}}
-    first = Progress(path, question)
+    first = CampaignProgress(path, question)
     for name, taken in (("round", 2), ("guarded", 1), ("round", 3)):
         first.add(judged(name, taken))
-    again = Progress(path, question)
+    again = CampaignProgress(path, question)
     assert [one.name for one in again.judged] == ["round", "guarded", "round"]
     assert (again.taken("round"), again.taken("guarded"), again.taken("disk")) == (5, 1, 0)
-    assert Progress(path, {**question, "seed": 1}).judged == []
+    assert CampaignProgress(path, {**question, "seed": 1}).judged == []
     path.write_text("{", encoding="utf-8")
-    assert Progress(path, question).judged == []
+    assert CampaignProgress(path, question).judged == []
     again.finish()
     assert not path.exists()
 

@@ -9,10 +9,12 @@ import psutil
 import pytest
 
 from lightscale.config.schema import RunConfig
+from lightscale.launch.chaos.faults.conditions import Alone, Pair
 from lightscale.launch.chaos.faults.damaged_checkpoint import Damage
 from lightscale.launch.chaos.faults.damaged_records import RECORDS, DamagedRecord
 from lightscale.launch.chaos.faults.kills import Kill, StopRank
 from lightscale.launch.chaos.faults.lost_checkpoints import WAYS, MissingCheckpoints
+from lightscale.launch.chaos.faults.processes import SlowRank
 from lightscale.launch.chaos.harness.training import Training
 from lightscale.launch.chaos.harness.trial import Fault, Runner, Subject, Trial
 from lightscale.launch.chaos.harness.verify import Verdict, judge
@@ -46,7 +48,7 @@ def run_trial(tmp_path: Path, tiny_config: Callable[..., RunConfig]) -> RunTrial
         run = RunDirectory(tmp_path / name)
         command = [sys.executable, str(PROGRAM), behaviour, str(run.path)]
         training = Training(command, run, faults_folder=tmp_path / "faults", log=tmp_path / "log")
-        trial = Runner(training, queue, subject, patience_s=20, report=lambda trial, fault: None).run()
+        trial = Runner(training, queue, subject, patience_s=patience_s, report=lambda trial, fault: None).run()
         lines, events = training.lines(), training.events()
         return trial, judge(REFERENCE, lines, events, trial.damaged, finished=trial.finished)
 
@@ -172,4 +174,25 @@ def test_a_stopped_rank_that_nobody_notices(run_trial: RunTrial, tmp_path: Path)
     trial, _ = run_trial("good", deque([StopRank(rank=1, delay_s=0.05)]))
     assert trial.finished
     assert trial.failures == ["rank 1 was stopped and not detected within 20 s; all were killed"]
+    assert left_behind(tmp_path) == []
+
+
+def test_a_fault_comes_while_a_condition_lasts(run_trial: RunTrial, tmp_path: Path) -> None:
+    slow = SlowRank(rank=1)
+    kill = Kill(victims=(0,), launcher=False, delay_s=0.1)
+    pair, alone = Pair(first=slow, seconds=0.8, delay_s=0.1, second=kill), Alone(second=SlowRank(rank=0), seconds=0.3)
+    queue: deque[Fault] = deque([pair, alone])
+    injected, rounds = [], 0
+    while queue and rounds < 10:
+        trial, verdict = run_trial("restarts", queue, f"run-{rounds}", 150)
+        assert (trial.finished, trial.failures, trial.orphans) == (True, [], [])
+        assert (verdict.mismatches, verdict.wrong_resumes) == ((), ())
+        assert all(one.recovered and one.recovery_s is not None for one in trial.injected)
+        injected += trial.injected
+        rounds += 1
+    assert not queue
+    assert [one.during for one in injected if one.fault is kill] == [("slow rank",)]
+    assert {one.during for one in injected if one.fault is not kill} == {()}
+    # Its end counts, not its beginning.
+    assert all(one.last_line >= one.first_line for one in injected)
     assert left_behind(tmp_path) == []
