@@ -23,7 +23,7 @@ vocab_size = 128
 [task]
 name = "{task}"
 [data]
-store = "none"
+store = "unread"
 sequence_length = 64
 [optimizer]
 lr = 1e-3
