@@ -67,6 +67,10 @@ COMMANDS: dict[str, Command] = {
     "lr-find": Command(
         module="lightscale.study.commands.lr_find", help="train with a growing learning rate, and show the loss over it"
     ),
+    "noise-scale": Command(
+        module="lightscale.study.commands.noise_scale",
+        help="show the gradient noise scale of a run, the critical size of its batches",
+    ),
     "coordinate-check": Command(
         module="lightscale.training.coordinates.command",
         help="train a model at several widths, and judge the sizes of its activations",

@@ -73,6 +73,15 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
             f"{parallel.pipeline}, but train.global_batch_size = {batch} gives every data rank {num_microbatches}",
             f"use {near_multiple(batch, unit)} sequences",
         )
+    # The gradient of a part of the step is compared with that of the step.
+    if (every := config.metrics.gradient_noise_every) and num_microbatches < 2 * (
+        group := _least_microbatches(parallel)
+    ):
+        raise LayoutError(
+            f"metrics.gradient_noise_every = {every} compares {group} micro-batch of each data rank with all of them, "
+            f"but train.global_batch_size = {batch} and train.micro_batch_size = {micro} give each {num_microbatches}",
+            f"use train.global_batch_size = {2 * group * micro * data}, or metrics.gradient_noise_every = 0",
+        )
     return Layout(
         tensor=tensor,
         pipeline=parallel.pipeline,
@@ -82,6 +91,11 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         num_microbatches=num_microbatches,
         rank_sequence_tokens=length // parallel.sequence,
     )
+
+
+def _least_microbatches(parallel: ParallelConfig) -> int:
+    """Those of the fewest that a pipeline takes: interleaved stages take groups."""
+    return parallel.pipeline if parallel.virtual_stages > 1 else 1
 
 
 def check_tensor(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -470,6 +470,9 @@ class MetricsConfig(Section):
     attention_logits_every: StepsOrZero = 0
     """Steps between the largest attention logits per layer, on logged steps only; 0: never, or with optimizer.qk_clip
     always."""
+    gradient_noise_every: StepsOrZero = 0
+    """Steps between measurements of the gradient noise, on logged steps only; each takes one micro-batch more; 0:
+    never. `lightscale noise-scale` reads them."""
     wandb: WandbConfig = WandbConfig()
 
     @field_validator("sinks")

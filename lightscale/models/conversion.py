@@ -33,7 +33,7 @@ _OTHERS = (
     *("input_multiplier", "final_logit_cap", "grid", "tpe", "patches"),
 )
 """Settings that may differ, and change the function of kept weights; with options of mixers that both have."""
-_KEYS = {"input_multiplier": "model.embedding_multiplier, model.mup included,"}
+_KEYS = {"input_multiplier": "model.embedding_multiplier (times that of model.mup)"}
 """Names for people of what is no key."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
 

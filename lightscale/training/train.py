@@ -61,6 +61,7 @@ from lightscale.training.checkpoints.random_states import seed_generators
 from lightscale.training.checkpoints.save_policy import SavePolicy
 from lightscale.training.distillation import build_teacher, record_sensitivities
 from lightscale.training.evaluation import BeginEvaluation, InTraining
+from lightscale.training.gradient_noise import GradientNoise
 from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.health.guard import Guard
 from lightscale.training.health.heartbeat import STARTING, Heartbeat
@@ -381,6 +382,8 @@ class Trainer:
         self.heartbeat.beat("forward and backward", step=step)
         every = self.config.metrics.attention_logits_every
         measures_logits = bool(every) and step % every == 0 and metrics.due(step)
+        every = self.config.metrics.gradient_noise_every
+        noise = GradientNoise(self.engine, batches) if every and step % every == 0 and metrics.due(step) else None
         sums = self.engine.forward_backward(batches, measure_logits=measures_logits)
         # Between backward pass and optimizer, the last moment at which all copies of a weight must still be equal.
         self.replicas.observe()
@@ -408,6 +411,8 @@ class Trainer:
             if sums.z_loss is not None:
                 more["z_loss"] = sums.z_loss / max(sums.tokens, 1)
             groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
+            if noise is not None:
+                groups |= noise.result(sums.tokens, grad_norm)
             if measures_logits or self.config.optimizer.qk_clip is not None:
                 groups["largest_logit"] = self._logits_by_layer()
             metrics.log_step(

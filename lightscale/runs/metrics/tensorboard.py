@@ -137,6 +137,7 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
             "gradient norm by parameters": ["^gradient_norm/"],
             "update ratio |Δw| / |w| by parameters": ["^update_ratio/"],
             **({"largest attention logit by layer": ["^largest_logit/"]} if has_logits else {}),
+            **({"gradient noise": ["^gradient_noise/"]} if config.metrics.gradient_noise_every else {}),
         },
         "speed and memory": {
             "tokens per second": ["^train/tokens_per_s$"],

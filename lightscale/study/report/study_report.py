@@ -12,6 +12,7 @@ from lightscale.study.cells import Cell
 from lightscale.study.fit_output import WINDOW_HEADINGS, finish_all, fit, interval, window_row
 from lightscale.study.fits.curves import PFLOP_DAY
 from lightscale.study.fits.frontier import FrontierEstimate
+from lightscale.study.fits.optimum import optimum
 from lightscale.study.history import RunCurve
 from lightscale.study.laws import BETWEEN, COUNTINGS, WINDOWS, ArchitectureLaws
 from lightscale.study.published import TABLE_3
@@ -187,11 +188,12 @@ def _add_sweep(html: Html, study: Study, cells: Sequence[Cell]) -> None:
             " ".join(one.choice) or "all",
             "—" if one.value is None else f"{one.value:g}",
             "—" if one.value is None else f"{one.losses[one.value]:.4f}",
+            "—" if one.missing or (fitted := optimum(one.losses)) is None else fitted.text(),
             one.warning or (f"waits for {len(one.missing)} runs" if one.missing else ""),
         ]
         for one in choices
     ]
-    html.table((", ".join(sweep.per) or "for", f"best {sweep.key}", "loss", ""), rows)
+    html.table((", ".join(sweep.per) or "for", f"best {sweep.key}", "loss", "lowest point (95 %)", ""), rows)
 
 
 def _add_cells(html: Html, study: Study, cells: Sequence[Cell], curves: dict[str, RunCurve]) -> None:
