@@ -219,7 +219,7 @@ AXES = {
 
 
 def on_two_processes(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
-    lines = [["data", "prepare", "corpus.toml", "--out", "store"], BASE]
+    lines = [BASE]
     for name, words in AXES.items():
         lines.append([*REFERENCE, *words, "--out", f"stored-{name}"])
         lines.append([*TUNE, *words, "--run", f"runs/{name}-model"])
@@ -240,6 +240,8 @@ def test_stored_log_probabilities_are_those_of_the_model_on_the_same_ranks(
     for file in folder.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
+    ((prepared,),) = run_ranks(commands, 1, str(tmp_path), [["data", "prepare", "corpus.toml", "--out", "store"]])
+    assert prepared[0] == 0, prepared
     for results in run_ranks(on_two_processes, 2, str(tmp_path), timeout_s=900):
         *done, (refused, output), (accepted, _) = results
         assert not [one for one in done if one[0]], results

@@ -67,7 +67,7 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
     again = [
         [*TUNE, "--run", "runs/resumed"],
         [*TUNE, "data.packing=concat", "--run", "runs/cut"],
-        [*TUNE, "data.sequence_length=6", "train.validate_every=0", "data.validation={}", "--run", "runs/cut"],
+        [*TUNE, "data.sequence_length=6", "metrics.position_buckets=2", "--run", "runs/cut"],
         [*TUNE, "model.vocab_size=100", "--run", "runs/cut"],
     ]
     return [*found, *commands(rank, world_size, f"{init_method}-again", folder, again)]

@@ -11,6 +11,7 @@
 and, if the store has them:
 
     STORE/SOURCE/loss_mask/              uint8, (tokens,): 1 where the token counts as a label
+    STORE/SOURCE/per_token.NAME/         (tokens,) or (tokens, width): values for each token (``reference.py`` adds one)
     STORE/SOURCE/documents.NAME/         (documents,) or (documents, width): values of a task for each document
     STORE/SOURCE/origins/                uint32, (documents, 4): where each document came from (``origins.py``)
     STORE/SOURCE/ids/, id_ends/          uint8, uint64: the ids or URLs that documents had, one after another

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightscale.config.files import load
+from lightscale.runs.run_directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +64,8 @@ def test_both_ways_begin_at_the_base(
             run = Path(words[words.index("--run") + 1])
             overrides = [word for word in words[2:] if "=" in word]
             commands[run.name] = overrides
-            run.mkdir(parents=True)
-            load(Path(words[1]), overrides)
-            (run / "config.toml").write_text(Path(words[1]).read_text())
+            run.parent.mkdir(exist_ok=True)
+            RunDirectory(run).create(load(Path(words[1]), overrides))
         else:
             Path(words[words.index("--out") + 1]).mkdir(parents=True)
 
