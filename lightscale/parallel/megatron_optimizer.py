@@ -85,7 +85,7 @@ class ElementwiseSteps:
     def step(self) -> None:
         """One step of every part that has a gradient."""
         for group in self.param_groups:
-            spec = self.spec.of_group(group.get(GROUP)).scaled(self.scales.get(group.get(SCALE), _ONE))
+            spec = self.spec.of_group(group.get(GROUP)).scaled(self.scales.get(group.get(SCALE, ""), _ONE))
             group["step"] += 1
             for weights in group["params"]:
                 if weights.grad is not None:

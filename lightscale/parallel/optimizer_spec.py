@@ -118,9 +118,9 @@ class OptimizerSpec(ABC):
 
     def scaled(self, scale: StepScale) -> Self:
         """The constants of parameters with this scale; the learning rate is an argument of the step."""
-        own = getattr(self, "eps", None)
         # Dataclasses of optimizers from outside the package may have no eps.
-        return self if own is None or scale.eps == 1 else replace(self, eps=own * scale.eps)
+        own: dict[str, Any] = {"eps": self.eps * scale.eps} if scale.eps != 1 and hasattr(self, "eps") else {}
+        return replace(self, **own)
 
     def step_state_of(self, parameter: str) -> tuple[str, ...]:
         """Those names of ``state`` that the parameter with this global name has."""

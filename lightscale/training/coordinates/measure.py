@@ -5,7 +5,6 @@ The steps are of few tokens, always the same: sums over the width then add up, a
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from lightscale.config.schema import RunConfig
 from lightscale.models.language_model import LanguageModel
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.training.build import build_engine
 from lightscale.training.coordinates.slopes import CHANGE, LOGITS, SIZE, Key
 
@@ -22,26 +22,13 @@ _FOLLOWED = 0.5
 _HIDDEN, _ROWS = "hidden", "rows"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FewTokens:
-    """A micro-batch of one document per row."""
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    positions: Tensor
-    document_starts: None = None
-    lengths: None = None
-    soft_labels: None = None
-
-
 def measure(config: RunConfig, *, steps: int, seeds: int, tokens: int, device: str) -> Mapping[Key, float]:
     """Root mean squares of the activations of the model of ``config``, the mean over ``seeds``.
 
     Every step has the learning rate ``optimizer.lr`` and one row of ``tokens`` tokens, the same in all steps.
     """
     found: dict[Key, list[float]] = {}
-    with start_mesh(device=device) as mesh:  # type: ignore[arg-type]
+    with start_mesh(device=device) as mesh:
         for seed in range(seeds):
             train = config.train.model_copy(update={"seed": seed})
             for key, value in _measured(config.model_copy(update={"train": train}), mesh, steps, tokens).items():
@@ -49,14 +36,14 @@ def measure(config: RunConfig, *, steps: int, seeds: int, tokens: int, device: s
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
-def few_tokens(seed: int, vocab_size: int, tokens: int, device: torch.device) -> FewTokens:
+def few_tokens(seed: int, vocab_size: int, tokens: int, device: torch.device) -> GivenMicroBatch:
     """Drawn tokens; the label of some is another id for each id, of the others any."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, vocab_size, (1, tokens), generator=generator)
     other = torch.randperm(vocab_size, generator=generator)[text]
     follows = torch.rand(text.shape, generator=generator) < _FOLLOWED
     labels = torch.where(follows, other, torch.randint(0, vocab_size, text.shape, generator=generator))
-    return FewTokens(
+    return GivenMicroBatch(
         tokens=text.to(device),
         labels=labels.to(device),
         loss_mask=torch.ones(text.shape, device=device),
@@ -90,7 +77,7 @@ def _size(values: Tensor) -> float:
 
 
 @torch.no_grad()
-def activations(model: LanguageModel, batch: FewTokens) -> dict[str, Tensor]:
+def activations(model: LanguageModel, batch: GivenMicroBatch) -> dict[str, Tensor]:
     """Outputs of the embedding, of each block's mixer and gated linear unit, and of each block; logits (b n, V).
 
     Beside them the input of the output layer, (b n, d), and its weight, (V, d).

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from benchmarks.turns import BenchmarkReport, positive
 from lightscale.config.schedules.registry import learning_rate
 from lightscale.config.schema import RunConfig
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.training.build import build_engine
 
 STANDARD, MUP = "standard", "mup"
@@ -47,7 +47,7 @@ class Source:
         generator = torch.Generator().manual_seed(seed)
         return cls(following=torch.randint(0, NUM_IDS, (CONTEXTS,), generator=generator))
 
-    def batch(self, rows: int, seed: int) -> Any:
+    def batch(self, rows: int, seed: int) -> GivenMicroBatch:
         """A micro-batch of ``rows`` texts."""
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(0, NUM_IDS, (rows, TOKENS + 1), generator=generator)
@@ -55,14 +55,11 @@ class Source:
         for place in range(2, TOKENS + 1):
             pair = (text[:, place - 2] * NUM_IDS + text[:, place - 1]) % CONTEXTS
             text[:, place] = torch.where(follows[:, place], self.following[pair], text[:, place])
-        return SimpleNamespace(
+        return GivenMicroBatch(
             tokens=text[:, :-1],
             labels=text[:, 1:],
             loss_mask=torch.ones(rows, TOKENS),
             positions=torch.arange(TOKENS).repeat(rows, 1),
-            document_starts=None,
-            lengths=None,
-            soft_labels=None,
         )
 
 
