@@ -41,7 +41,7 @@ def measure(config: RunConfig, *, steps: int, seeds: int, tokens: int, device: s
     Every step has the learning rate ``optimizer.lr`` and one row of ``tokens`` tokens, the same in all steps.
     """
     found: dict[Key, list[float]] = {}
-    with start_mesh(device=device) as mesh:  # type: ignore[arg-type]
+    with start_mesh(device=device) as mesh:
         for seed in range(seeds):
             train = config.train.model_copy(update={"seed": seed})
             for key, value in _measured(config.model_copy(update={"train": train}), mesh, steps, tokens).items():
