@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import t as students_t
 
 NEAR = 2
@@ -57,7 +58,9 @@ def optimum(losses: Mapping[float, float]) -> Optimum | None:
     )
 
 
-def _interval(matrix: np.ndarray, y: np.ndarray, constants: np.ndarray, centre: float) -> tuple[float, float] | None:
+def _interval(
+    matrix: NDArray[np.float64], y: NDArray[np.float64], constants: NDArray[np.float64], centre: float
+) -> tuple[float, float] | None:
     """By the error of -b / 2a to first order, with Student's quantile for the losses beyond three."""
     freedom = len(y) - _PARAMETERS
     if freedom < 1:
