@@ -317,7 +317,7 @@ def only_a_pickle(to: Path) -> None:
         (lambda to: shorten(files(to)[-1]), "copy the file again"),
         (
             lambda to: edit(to, model_type="gpt2"),
-            r"model_type = 'gpt2'; use lightscale, llama, mistral, .* or olmo_hybrid",
+            r"model_type = 'gpt2'; use lightscale, vit, llama, mistral, .* or olmo_hybrid",
         ),
         (lambda to: edit(to, mixers=["tnl", "retnet"]), "unknown mixer 'retnet'"),
         (lambda to: edit(to, forms={"hgrn2": {}}), "forms.hgrn2 is not one of the model's mixers, tnl"),

@@ -520,7 +520,7 @@ SCALING = {**LLAMA_3, "factor": 4.0}
         ("llama 3", {"head_dim": 7}, "heads of 7 channels"),
         ("llama 3", {"mlp_bias": True}, "mlp_bias = True"),
         ("llama 3", {"tie_word_embeddings": True}, "lm_head.weight is in the file, but not in the model"),
-        ("qwen2", {"model_type": "gpt2"}, "'gpt2'; use lightscale, llama, mistral, .*phi3, .* or olmo_hybrid"),
+        ("qwen2", {"model_type": "gpt2"}, "'gpt2'; use lightscale, vit, llama, mistral, .*phi3, .* or olmo_hybrid"),
         ("qwen3-next", {"num_experts": 4}, "num_experts = 4: layer 0 has experts; use a model without experts"),
         ("qwen3-next", {"num_experts": None}, "num_experts = 512: layer 0 has experts"),
         ("qwen3-next", {"num_experts": 4, "mlp_only_layers": [0]}, "layer 1 has experts"),

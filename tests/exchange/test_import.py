@@ -118,6 +118,6 @@ def test_a_configuration_of_another_model_is_refused(saved_runs: Path, tmp_path:
         import_model(tmp_path / "to", tmp_path / "back")
     config = tmp_path / "to" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gpt_neox"}))
-    with pytest.raises(UserError, match=r"'gpt_neox'; use lightscale, llama, mistral, .* or olmo_hybrid"):
+    with pytest.raises(UserError, match=r"'gpt_neox'; use lightscale, vit, llama, mistral, .* or olmo_hybrid"):
         import_model(tmp_path / "to", tmp_path / "back")
     assert not (tmp_path / "back").exists()

@@ -7,17 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from lightscale.launch import meeting, meeting_place
 from lightscale.launch.environment import RankEnvironment
 from lightscale.launch.launcher.rendezvous import CannotStart
 from lightscale.launch.meeting_place import MeetingPlace
 from lightscale.launch.rank_facts import RankFacts
-from lightscale.parallel.rendezvous.rank_store import private
+from lightscale.parallel.rendezvous.rank_store import gate_secret, join_store, private, serve_store
 
 SHORT_S = 1.0
 # What a busy machine may add.
@@ -90,7 +90,7 @@ def refusal(rank: int, port: int, host: str = "127.0.0.1") -> str:
         (None, "does not answer"),
         (lambda connection: None, "does not answer"),
         (lambda connection: connection.close(), "closes connections"),
-        (lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n"), "is no torch store"),
+        (lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n"), "is no rendezvous of lightscale"),
     ],
 )
 def test_a_port_that_something_else_has(talk: Talk | None, says: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_rank_0_is_stopped_while_others_wait(monkeypatch: pytest.MonkeyPatch) ->
     port, (read, write) = free_port(), os.pipe()
     server = os.fork()
     if server == 0:
-        store: Any = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store: Any = serve_store(port, secret=gate_secret(os.environ, on_one_host=False), timeout=timedelta(seconds=60))
         store.set("there", "")
         os.write(write, b"x")
         time.sleep(60)
@@ -151,7 +151,10 @@ def test_rank_0_is_stopped_while_others_wait(monkeypatch: pytest.MonkeyPatch) ->
         threading.Timer(SHORT_S / 2, stop).start()
         facts = RankFacts(rank=1, world_size=2, host="A", process=1, values={})
         # Not the first to come: it only waits.
-        private(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), os.environ, "meeting").add("arrived", 1)
+        store = join_store(
+            "127.0.0.1", port, secret=gate_secret(os.environ, on_one_host=False), timeout=timedelta(seconds=60)
+        )
+        private(store, os.environ, "meeting").add("arrived", 1)
         with pytest.raises(CannotStart) as caught:
             meeting.agree(place(1, port), facts, SHORT_S)
         assert time.monotonic() - began < SHORT_S + 4 * 0.5 + PATIENCE_S

@@ -1,6 +1,7 @@
 """`lightscale plan` against the published table, against numbers worked out by hand, and against running models."""
 
 import json
+import math
 import runpy
 import shutil
 from collections.abc import Callable
@@ -128,8 +129,10 @@ def test_exact_count_is_the_studys_and_what_it_leaves_out(path: Path) -> None:
     }
     parameters = count_parameters(model)
     if model.image_shape is not None:
-        # A map of patches of 2 x 2 grey or 16 x 16 coloured pixels, with a bias.
-        assert parameters.embedding == (5 if run.data.sequence_length == 16 else 769) * d
+        # A map of patches with a bias, and a vector for each leading token.
+        assert model.patches is not None
+        numbers = math.prod(model.patches.size) * model.patches.channels
+        assert parameters.embedding == (numbers + 1 + (0 if model.grid is None else model.grid.leading_tokens)) * d
         return
     assert parameters.embedding == model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
     if len(set(model.layers)) > 1 or run.task.name != "causal" or model.layers[0] not in left_out:

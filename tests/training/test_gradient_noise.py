@@ -18,6 +18,7 @@ from lightscale.config.layout import LayoutError, check_layout
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.parallel.mesh import Mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.study.noise_scale import noise_scale
 from lightscale.training.gradient_noise import GradientNoise
 
@@ -93,7 +94,7 @@ def batches_of(mesh: Mesh) -> list[Any]:
     for batch in tiny.step_batches(0, SimpleNamespace(**{**vars(mesh), "data": 1, "data_rank": 0})):
         for row in range(2):
             one = {key: value[row : row + 1] for key, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-            found.append(tiny.MicroBatch(**one))
+            found.append(GivenMicroBatch(**one))
     n = found[0].tokens.size(1)
     first = mesh.sequence_rank * n
     for number, one in enumerate(found):

@@ -54,8 +54,12 @@ def pass_gate(address: str, port: int, secret: str, timeout_s: float) -> socket.
     connection = socket.create_connection((address, port), timeout=min(_ATTEMPT_S, timeout_s))
     try:
         connection.settimeout(timeout_s)
-        if _receive(connection, len(_GREETING)) != _GREETING:
-            raise NoGate("the program there is no rendezvous of lightscale")
+        greeting = b""
+        while greeting != _GREETING:
+            # A program that greets otherwise may say less, and then wait.
+            greeting += _receive(connection, 1)
+            if not _GREETING.startswith(greeting):
+                raise NoGate("the program there is no rendezvous of lightscale")
         gate_nonce, door_nonce = _receive(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(door_nonce + _proof(secret, "door", gate_nonce, door_nonce))
         try:
