@@ -473,7 +473,13 @@ def test_two_orders_of_patches_on_two_sequence_ranks(
 def test_two_ranks_equal_one(run_ranks: RunRanks, store: Path, one_rank: dict[str, dict[str, Any]]) -> None:
     """Every axis and every model; loss, top-1 and top-5, and every gradient."""
     drawn = drawing.covering("axes of images", list(MODELS), AXES, ({}, {"recompute": "full"}))
-    cases = [(name, {**axes, **more}) for name, axes, more in drawn]
+    # Tensor and sequence ranks share the tokens of an image; with one leading token these are odd.
+    odd = {name for name, model in MODELS.items() if model.grid is not None and model.grid.document_tokens % 2}
+    cases = [
+        (name, {**axes, **more})
+        for name, axes, more in drawn
+        if name not in odd or not axes.keys() & {"tensor", "sequence"}
+    ]
     ranks = run_ranks(by_the_engine, 2, store, cases, timeout_s=600)
     for number, (name, axes) in enumerate(cases):
         expected, compared = one_rank[name], set()

@@ -114,10 +114,10 @@ def test_pictures_averages_and_measures(
     assert Path("same.png").read_bytes() == Path("all.png").read_bytes()
     assert main([*DRAW, "--class", "2", "--out", "twos.png"]) == 0
     assert np.array_equal(pixels("twos.png")[:8], pixels("twos.png")[:8])
-    # An average is that which `checkpoint average --ema` writes as a run.
+    # An average is that which `average --ema` writes as a run.
     assert main([*DRAW, "--ema", "slow", "--out", "slow.png", "--scale", "2"]) == 0
     assert not np.array_equal(pixels("slow.png"), picture)
-    assert main(["average", "runs/one", "--ema", "slow", "--out", "runs/slow"]) == 0
+    assert main(["average", "runs/one", "--ema", "slow", "--to", "runs/slow"]) == 0
     assert main(["draw", "runs/slow", *DRAW[2:], "--out", "averaged.png", "--scale", "2"]) == 0
     assert np.array_equal(pixels("slow.png"), pixels("averaged.png"))
     capsys.readouterr()
@@ -147,7 +147,7 @@ def test_wrong_requests_are_refused(
         ("draw", "runs/judge", "--out", "new.png"): 'its task.name = "classify-image", which draws nothing',
         ("predict", "runs/one", "--file", "a.npz"): "use `lightscale draw` to draw images",
         ("generate", "runs/one", "--prompt", "a"): "use `lightscale draw` for this model",
-        ("export", "runs/one", "--to", "export"): "models of images cannot be loaded or exported",
+        ("export", "runs/one", "--to", "export"): 'cannot be loaded or exported; use "none"',
         ("train", *WORDS, "task.seed=3", "--run", "runs/one"): "--allow-change task.seed",
         ("train", *WORDS, "model.diffusion.num_labels=3", "--run", "runs/x"): "label",
         ("train", *WORDS, "train.init_from=runs/judge@24", "--run", "runs/x"): "[model.diffusion]",
