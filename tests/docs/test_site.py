@@ -215,6 +215,7 @@ def test_every_page_is_drawn_without_errors(site: Path, page: SimpleNamespace, w
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), file
 
 
+@pytest.mark.long
 def test_errors_of_a_page_are_found(tmp_path: Path, page: SimpleNamespace) -> None:
     file = tmp_path / "page.html"
     for body in (

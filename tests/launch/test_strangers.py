@@ -117,6 +117,7 @@ def test_ranks_meet_among_strangers(port: int) -> None:
         assert stores[0].get("still") == b"there"
 
 
+@pytest.mark.long
 def test_a_rank_with_another_key_is_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(rank, 0, port, 20.0)
@@ -127,6 +128,7 @@ def test_a_rank_with_another_key_is_told(port: int, monkeypatch: pytest.MonkeyPa
         assert "1 did not come" in str(first.exception(TIMEOUT_S))
 
 
+@pytest.mark.long
 def test_who_has_the_key_is_believed(port: int) -> None:
     """What the test above rests on: the same words with the key end the meeting."""
     with ThreadPoolExecutor(1) as threads:

@@ -168,6 +168,7 @@ def _faults_on(axes: Any, rank: int, init_method: str, folder: Path) -> Iterator
                     yield f"{axes}, step {step}: {off:.1%} of {key} are apart"
 
 
+@pytest.mark.long
 def test_layouts_train_as_one_process_and_resume_it(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(on_layouts, 1, [(1, 1, 1, 1)], str(tmp_path)) == [[]]
     assert run_ranks(on_layouts, 2, LAYOUTS, str(tmp_path)) == [[], []]
