@@ -60,9 +60,10 @@ def _write_pairs(folder: Path, tokenizer: AsciiTokenizer, rng: random.Random) ->
     """Both answers to a prompt, and what `data prepare` notes of such a source."""
     with StoreWriter(folder / "pairs", tokenizer) as writer:
         source = writer.source("answers", "train", has_loss_mask=True)
+        # With their ends a pair has at most 24 tokens, which the sequences of a drawn curriculum hold.
         for _ in range(150):
-            prompt = rng.choices(string.digits, k=rng.randint(1, 9))
-            for answer in (rng.choices(string.ascii_letters, k=rng.randint(1, 9)) for _ in range(2)):
+            prompt = rng.choices(string.digits, k=rng.randint(1, 5))
+            for answer in (rng.choices(string.ascii_letters, k=rng.randint(1, 6)) for _ in range(2)):
                 mask = np.repeat([0, 1], [len(prompt), len(answer)])
                 source.append(tokenizer.encode("".join(prompt + answer)), num_bytes=len(mask), loss_mask=mask)
         writer.finish({})
