@@ -213,9 +213,12 @@ def _make_system(base: Path, system: Path) -> None:
 
 
 def _copy_tree(system: Path, user: str) -> None:
-    """Put the tracked files there; what was installed there before stays."""
+    """Put the tracked files there; of an earlier copy the environments stay, and nothing else."""
     tree = system / TREE
     tree.mkdir(parents=True, exist_ok=True)
+    for old in tree.iterdir():
+        if not old.name.startswith(".venv"):
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
     # Git refuses a repository of another user, as root's is where sudo was used.
     git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "ls-files", "-z"]
     names = subprocess.run(git, check=True, stdout=subprocess.PIPE).stdout
