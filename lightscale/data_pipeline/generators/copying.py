@@ -9,7 +9,7 @@ first cannot be foreseen. The lengths are all as likely, and so are the symbols.
 import argparse
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -67,10 +67,6 @@ class Copying(Generator):
         """The symbols, numbers with a blank before them, and two more for the beginning and the middle."""
         symbols = (_BEGIN, _SEPARATOR, *(f" {number}" for number in range(self.symbols)))
         return symbol_tokenizer("copying", symbols, r"\[BOS\]| \[SEP\]| [0-9]+")
-
-    def settings(self) -> dict[str, Any]:
-        """See ``Generator``."""
-        return {"min_length": self.min_length, "max_length": self.max_length, "symbols": self.symbols}
 
     def make(self, random: Random) -> MadeDocument:
         """See ``Generator``."""

@@ -4,7 +4,7 @@ import argparse
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Any, ClassVar, Self
 
@@ -36,7 +36,7 @@ class MadeDocument:
 
 
 class Generator(ABC):
-    """Generates documents; imports no torch."""
+    """Generates documents, as a data class with its options; imports no torch."""
 
     help: ClassVar[str]
     """A line about it, for the list of commands."""
@@ -51,17 +51,17 @@ class Generator(ABC):
         """Declare the options of its documents."""
 
     @classmethod
-    @abstractmethod
     def of(cls, args: argparse.Namespace) -> Self:
-        """Generator for these arguments; ``UserError`` for impossible ones."""
+        """Generator for these arguments, one for each field; ``UserError`` for impossible ones."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})  # type: ignore[arg-type]
 
     @abstractmethod
     def tokenizer(self) -> TiktokenTokenizer:
         """Tokenizer with the symbols of the documents as tokens."""
 
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Everything that determines its documents except seed and number, for the report."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     @abstractmethod
     def make(self, random: Random) -> MadeDocument:

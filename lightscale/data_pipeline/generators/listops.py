@@ -13,7 +13,7 @@ root is an operation. An expression outside the length limits is drawn again.
 import argparse
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Self
+from typing import Any
 
 from lightscale.data_pipeline.generators.interface import (
     Generator,
@@ -82,29 +82,13 @@ class ListOps(Generator):
         add("--min-tokens", type=int, default=500, metavar="N", help="symbols of a document (default: 500)")
         add("--max-tokens", type=int, default=2000, metavar="N", help="symbols of a document (default: 2000)")
 
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Self:
-        """See ``Generator``."""
-        return cls(
-            max_depth=args.max_depth,
-            max_arguments=args.max_arguments,
-            min_tokens=args.min_tokens,
-            max_tokens=args.max_tokens,
-        )
-
     def tokenizer(self) -> TiktokenTokenizer:
         """19 symbols: the operators with a blank before them and without, the bracket and the digits."""
         return symbol_tokenizer("listops", _SYMBOLS, _PATTERN)
 
     def settings(self) -> dict[str, Any]:
         """See ``Generator``."""
-        return {
-            "max_depth": self.max_depth,
-            "max_arguments": self.max_arguments,
-            "min_tokens": self.min_tokens,
-            "max_tokens": self.max_tokens,
-            "operation_share": OPERATION_SHARE,
-        }
+        return super().settings() | {"operation_share": OPERATION_SHARE}
 
     def make(self, random: Random) -> MadeDocument:
         """See ``Generator``. ``UserError`` where hardly any expression has a length that is wanted."""

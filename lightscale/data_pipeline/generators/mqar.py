@@ -10,7 +10,6 @@ twice. Queries follow one another without other tokens between them, where the p
 import argparse
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Self
 
 import numpy as np
 
@@ -55,21 +54,12 @@ class MQAR(Generator):
         add("--keys", type=int, default=64, metavar="N", help="number of different keys (default: 64)")
         add("--values", type=int, default=64, metavar="N", help="number of different values (default: 64)")
 
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Self:
-        """See ``Generator``."""
-        return cls(pairs=args.pairs, keys=args.keys, values=args.values)
-
     def tokenizer(self) -> TiktokenTokenizer:
         """Keys and values, with a blank before them, and two more for the beginning and the middle."""
         symbols = [
             f" {kind}{number}" for kind, most in (("k", self.keys), ("v", self.values)) for number in range(most)
         ]
         return symbol_tokenizer("mqar", (_BEGIN, _SEPARATOR, *symbols), r"\[BOS\]| \[SEP\]| [kv][0-9]+")
-
-    def settings(self) -> dict[str, Any]:
-        """See ``Generator``."""
-        return {"pairs": self.pairs, "keys": self.keys, "values": self.values}
 
     def make(self, random: Random) -> MadeDocument:
         """See ``Generator``."""

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,28 +75,9 @@ class Pathfinder(Generator):
         add("--distractors", type=int, default=4, metavar="N", help="shorter paths without marks (default: 4)")
         add("--curvature", type=float, default=0.5, metavar="X", help="most turn of a dash in radians (default: 0.5)")
 
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Self:
-        """See ``Generator``."""
-        return cls(
-            side=args.side,
-            contour_length=args.contour_length,
-            distractors=args.distractors,
-            curvature=args.curvature,
-        )
-
     def tokenizer(self) -> TiktokenTokenizer:
         """A token for each of 256 shades."""
         return symbol_tokenizer("pathfinder", _SHADES, f"[{_SHADES[0]}-{_SHADES[-1]}]")
-
-    def settings(self) -> dict[str, Any]:
-        """See ``Generator``."""
-        return {
-            "side": self.side,
-            "contour_length": self.contour_length,
-            "distractors": self.distractors,
-            "curvature": self.curvature,
-        }
 
     def make(self, random: Random) -> MadeDocument:
         """See ``Generator``. ``UserError`` where hardly any image has room for the paths."""

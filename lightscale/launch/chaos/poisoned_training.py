@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightscale.launch.chaos.faults.not_finite import order_file
+from lightscale.launch.chaos.faults.memory import order_file
 from lightscale.launch.commands import train
 from lightscale.parallel.engine import Engine
 from lightscale.training.checkpoints.directories import WEIGHTS_PREFIX

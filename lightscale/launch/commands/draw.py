@@ -18,7 +18,14 @@ from lightscale.evaluation.drawing.request import DrawingRequest, Judge
 from lightscale.evaluation.drawing.sampler import Sampler
 from lightscale.evaluation.prediction.request import class_names
 from lightscale.launch.commands.checks import num_processes
-from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
+from lightscale.launch.commands.model_ranks import (
+    check_ranks,
+    join,
+    join_or_start,
+    overrides_among_one,
+    rank_words,
+    start_ranks,
+)
 from lightscale.launch.environment import RankEnvironment
 from lightscale.models.specs.patches import patch_numbers
 from lightscale.runs.run_directory import split_step
@@ -195,24 +202,10 @@ def _start(args: argparse.Namespace) -> int:
     check_ranks(config, processes)
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     if processes > 1:
-        return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
+        words = rank_words(args, options={"classes": "--class"})
+        return start_ranks(sys.modules[__name__], words, config=config, processes=processes)
     preload().draw(asked)
     return 0
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The arguments of a rank."""
-    words = [args.run, *args.overrides]
-    for name, value in vars(args).items():
-        if name in ("run", "overrides", "processes") or value is None or value is False:
-            continue
-        option = "--class" if name == "classes" else f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(option)
-        else:
-            # In one word: a name may begin with a hyphen.
-            words += [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]
-    return words
 
 
 def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:

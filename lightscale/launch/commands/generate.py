@@ -18,7 +18,14 @@ from lightscale.evaluation.generation.sampling_arguments import add_sampling, sa
 from lightscale.evaluation.inference.prompts import check_generates
 from lightscale.files import read_regular
 from lightscale.launch.commands.checks import num_processes
-from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
+from lightscale.launch.commands.model_ranks import (
+    check_ranks,
+    join,
+    join_or_start,
+    overrides_among_one,
+    rank_words,
+    start_ranks,
+)
 from lightscale.launch.environment import RankEnvironment
 from lightscale.runs.run_directory import split_step
 
@@ -98,7 +105,7 @@ def _start(args: argparse.Namespace) -> int:
         print(f"texts longer than {asked.context:,} tokens exceed the training sequences", file=sys.stderr)
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     if processes > 1:
-        return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
+        return start_ranks(sys.modules[__name__], rank_words(args), config=config, processes=processes)
     preload().write(asked)
     return 0
 
@@ -107,21 +114,6 @@ def _check_ranks(asked: GenerationRequest, world_size: int) -> None:
     check_ranks(asked.chosen.config, world_size)
     if asked.kind == "lines" and world_size > 1:
         raise UserError(f"--interactive: needs one process, not {world_size}; use --file")
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The arguments of a rank."""
-    words = [args.run, *args.overrides]
-    for name, value in vars(args).items():
-        option = f"--{name.replace('_', '-')}"
-        if name in ("run", "overrides", "processes") or value is None or value is False:
-            continue
-        if value is True:
-            words.append(option)
-        else:
-            # In one word: a text may begin with a hyphen.
-            words += [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]
-    return words
 
 
 def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:

@@ -7,9 +7,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from lightscale.config.layout import check_layout
@@ -83,6 +83,26 @@ def check_ranks(config: RunConfig, world_size: int) -> None:
     else:
         check_lines(config)
     check_layout(config.model_copy(update=update), world_size)
+
+
+def rank_words(args: argparse.Namespace, *, options: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """The arguments of a rank: those of a command with a run and overrides, but for the number of processes.
+
+    Args:
+        args: parsed.
+        options: names of options by that of their value, where these differ.
+    """
+    words = [args.run, *args.overrides]
+    for name, value in vars(args).items():
+        if name in ("run", "overrides", "processes") or value is None or value is False:
+            continue
+        option = options.get(name, f"--{name.replace('_', '-')}")
+        if value is True:
+            words.append(option)
+        else:
+            # In one word: a value may begin with a hyphen.
+            words += [f"{option}={one}" for one in (value if isinstance(value, list) else [value])]
+    return words
 
 
 def start_ranks(command: ModuleType, words: Sequence[str], *, config: RunConfig, processes: int) -> int:

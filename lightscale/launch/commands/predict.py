@@ -17,7 +17,14 @@ from lightscale.evaluation.prediction.documents import MASK_TEXT, MaskWriting, r
 from lightscale.evaluation.prediction.request import Document, Kind, PredictionRequest, class_names
 from lightscale.evaluation.resolutions.request import image_grid
 from lightscale.launch.commands.checks import num_processes
-from lightscale.launch.commands.model_ranks import check_ranks, join, join_or_start, overrides_among_one, start_ranks
+from lightscale.launch.commands.model_ranks import (
+    check_ranks,
+    join,
+    join_or_start,
+    overrides_among_one,
+    rank_words,
+    start_ranks,
+)
 from lightscale.launch.environment import RankEnvironment
 from lightscale.runs.run_directory import split_step
 
@@ -170,21 +177,9 @@ def _start(args: argparse.Namespace) -> int:
     check_ranks(_ranked(asked), processes)
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     if processes > 1:
-        return start_ranks(sys.modules[__name__], _words(args), config=config, processes=processes)
+        return start_ranks(sys.modules[__name__], rank_words(args), config=config, processes=processes)
     preload().predict(asked)
     return 0
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The arguments of a rank."""
-    words = [args.run, *args.overrides]
-    for name, value in vars(args).items():
-        if name in ("run", "overrides", "processes") or value is None or value is False:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        # In one word: a text may begin with a hyphen.
-        words.append(option if value is True else f"{option}={value}")
-    return words
 
 
 def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:

@@ -1,21 +1,20 @@
 """NaN in a number of the model or the optimizer, in the memory of a running rank."""
 
-import json
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
-from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, SLOW_POLL_S, Bound, Runner
+from lightscale.launch.chaos.faults.memory import PLACES, MemoryOrder, went_back
+from lightscale.launch.chaos.harness.trial import Bound, Runner
 from lightscale.launch.chaos.harness.verify import Lines
 from lightscale.training.checkpoints.header import read_header
 from lightscale.training.checkpoints.reading import DamagedCheckpoint
 
-PLACES = ("weight", "first moment", "second moment", "copy of a weight")
 # Of a number format: the unsigned integers of its size, and the bits of the exponent, all 1 in NaN and infinities.
 _EXPONENTS = {
     "F64": ("<u8", 0x7FF << 52),
@@ -26,17 +25,9 @@ _EXPONENTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class NaN:
+class NaN(MemoryOrder):
     """Sets one element to NaN in the memory of `rank`: it must reach no checkpoint, and the run must go back."""
 
-    place: str
-    """One of `PLACES`."""
-    rank: int
-    tensor: int
-    """Index of the tensor of the place, and of its element, modulo their numbers."""
-    element: int
-    steps: int
-    """Steps before it."""
     bound: ClassVar[Bound] = Bound(saves=4, seconds=120)
 
     @property
@@ -52,27 +43,8 @@ class NaN:
 
     def poison(self, run: Runner) -> None:
         """Write the order, and wait until the run goes back."""
-        run.wait_for_first_step()
-        run.wait_for_steps(self.steps)
-        file = order_file(run.training.faults_folder, self.rank)
-        before, published = len(run.training.events()), list[str]()
-
-        def sign(since: Lines) -> str | None:
-            # Not only `since` it was seen to be done: the run may have noticed before.
-            return _missed(run.training.events()[before:], published + not_finite(run.training.run.checkpoints))
-
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        draft.rename(file)
-        try:
-            run.wait(lambda: not file.exists())
-        finally:
-            if file.exists():
-                file.unlink()
-            else:
-                run.happened(self, sign)
-        last = run.num_steps + PATIENCE_SAVES * run.every
-        run.wait(lambda: went_back(run.training.events()[before:]) or run.num_steps > last, poll_s=SLOW_POLL_S)
+        published: list[str] = []
+        self.change(run, self, lambda events: _missed(events, published + not_finite(run.training.run.checkpoints)))
         # Now, before retention removes it.
         published += not_finite(run.training.run.checkpoints)
 
@@ -99,16 +71,6 @@ class LossDuringRollback:
             run.training.kill([ranks[self.nan.rank]], launcher=False)
         run.happened(self)
         run.wait_for_steps(1)
-
-
-def order_file(folder: Path, rank: int) -> Path:
-    """File with the order to a rank of `poisoned_training.py`: the number to set to NaN."""
-    return folder / f"nan-{rank}"
-
-
-def went_back(events: Lines) -> bool:
-    """Whether the run went back to a checkpoint, by a rollback or a new start."""
-    return any(event["event"] in ("rollback", "silent_corruption") for event in events)
 
 
 def _missed(since: Lines, published: list[str]) -> str | None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.launch.chaos.faults.not_finite import PLACES, NaN, not_finite, order_file, went_back
+from lightscale.launch.chaos.faults.memory import PLACES, order_file, went_back
+from lightscale.launch.chaos.faults.not_finite import NaN, not_finite
 from lightscale.launch.chaos.poisoned_training import poison
 from lightscale.parallel.shards import Box, TensorShard
 from lightscale.training.checkpoints.tensor_file import write_tensors
