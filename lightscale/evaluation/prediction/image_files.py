@@ -42,7 +42,7 @@ def read_images(path: Path, model: ModelConfig, *, resize: Resize | None, conver
         resize, convert: see ``ImageForm``.
 
     Raises:
-        UserError: names the file; none is left out.
+        UserError: names the file; none is skipped.
     """
     assert model.image_shape is not None and model.patches is not None and model.grid is not None, "a model of images"
     if not path.exists():

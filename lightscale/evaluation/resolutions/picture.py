@@ -16,7 +16,7 @@ _PANELS = {
 
 
 def draw(path: Path, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write the picture; ``runs``: records of each run. Sizes without a number, such as out of memory, are left out."""
+    """Write the picture; ``runs``: records of each run. Sizes without a number, such as out of memory, are skipped."""
     figure = new_figure(11, 7)
     for axes, (key, (title, divisor, scale)) in zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True):
         for name, records in runs.items():

@@ -21,6 +21,7 @@ from benchmarks.command import run_lightscale
 from benchmarks.learning.talks import KINDS, VOCAB_SIZE, talks, write_corpora
 from benchmarks.turns import positive
 from lightscale.config.files import load
+from lightscale.errors import UserError
 from lightscale.evaluation.inference.prompts import Sampling
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.adapters import trained_shapes
@@ -85,12 +86,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         folder = args.folder.resolve() if kept else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True, parents=True)
         stack.enter_context(contextlib.chdir(folder))
-        if not Path("data/talks").exists():
-            write_corpora(folder, args.talks)
-            for name, corpus in (("texts", TEXTS), ("talks", TALKS)):
-                Path(f"{name}.toml").write_text(corpus, encoding="utf-8")
-                run_lightscale("data", "prepare", f"{name}.toml", "--out", f"data/{name}")
-            Path("base.toml").write_text(BASE, encoding="utf-8")
+        prepare(folder, args.talks)
         base, steps = f"train.init_from=runs/base@{args.base_steps}", f"train.steps={args.steps}"
         of_lora = [*LORA, f"optimizer.lr={args.lora_rate}", f"train.steps={args.lora_steps}"]
         runs = {
@@ -109,6 +105,25 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 {"model": name, "command": " ".join(command), **facts(directory), **measured(directory, args)}
             )
             yield {"models": list(models)}
+
+
+def prepare(folder: Path, count: int) -> None:
+    """The texts, ``count`` conversations and their stores; stores that are complete stay.
+
+    Raises:
+        UserError: ``folder`` has another number of conversations, or a store cannot be prepared.
+    """
+    missing = {name: text for name, text in (("texts", TEXTS), ("talks", TALKS)) if not Path(f"data/{name}").exists()}
+    if "talks" in missing:
+        write_corpora(folder, count)
+    for name, text in missing.items():
+        Path(f"{name}.toml").write_text(text, encoding="utf-8")
+        run_lightscale("data", "prepare", f"{name}.toml", "--out", f"data/{name}")
+    with Path("talks.jsonl").open(encoding="utf-8") as lines:
+        there = sum(1 for _ in lines)
+    if there != count:
+        raise UserError(f"--folder {folder}: its stores have {there} conversations, not {count}; use --talks {there}")
+    Path("base.toml").write_text(BASE, encoding="utf-8")
 
 
 def facts(run: str) -> dict[str, int]:

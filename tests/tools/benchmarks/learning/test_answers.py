@@ -77,6 +77,8 @@ def test_both_ways_begin_at_the_base(
     monkeypatch.setattr(answers, "measured", of_run)
     words = ["answers", "--talks", "30", "--base-steps", "90", "--save", str(tmp_path), "--folder", str(tmp_path / "f")]
     assert bench_in_process.main(words) == 0
+    words[2] = "40"
+    assert bench_in_process.main(words) == 78, "the stores of 30 conversations"
     (path,) = tmp_path.glob("answers_*.json")
     figures = json.loads(path.read_text())
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
