@@ -118,7 +118,8 @@ test-eval: install
 TRL_VENV := .venv-trl
 test-trl: install
 	test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_VENV)/bin/python -m pip install --quiet --editable '.[dev]' 'trl>=1.16' --constraint tools/constraints.txt
+	$(TRL_VENV)/bin/python -m pip install --quiet --editable '.[dev]' 'trl==1.16.*' --constraint tools/constraints.txt
+	$(TRL_VENV)/bin/python -c 'import datasets, transformers, trl'
 	$(TRL_VENV)/bin/pytest -rs -m 'long or not long' tests/exchange/test_trl.py
 
 # What only a GPU can show: correctness on the device, then speed, kept in benchmarks; `PARTS=kernels` for one part,

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.config.arguments import run_path
+from lightscale.data_pipeline.chat.files import find_template
 from lightscale.data_pipeline.chat.prepared import Chat
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import choose_run
@@ -137,19 +138,21 @@ class TextModel(LibraryModel[CausalModel]):
                 logits, states = self.feed([token], states)
 
     def chat(
-        self, system: str | None = None, *, template: Chat | None = None, context: int | None = None
+        self, system: str | None = None, *, template: Chat | str | None = None, context: int | None = None
     ) -> ChatSession:
         """Begin a conversation.
 
         Args:
             system: message of the system; None: no such message.
-            template: chat template; None: that of the model's conversations.
+            template: chat template, also by its name or file ("chatml"); None: that of the model's conversations.
             context: most tokens of the conversation, at most the learned positions; None: any number for linear mixers,
                 the longest training sequence with softmax attention.
 
         Raises:
             UserError: the model has no chat template, or one that does not write questions and answers.
         """
+        if isinstance(template, str):
+            template = Chat(files=find_template(template, None, key="template"))
         template = template or self.chat_template
         if template is None:
             raise UserError(

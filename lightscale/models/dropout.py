@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFF_FFFF
+_NUMBERS_AT_ONCE = 1 << 24
+"""Hashed together: 128 MiB each time that they are written."""
 
 
 def hash32(values: Tensor) -> Tensor:
@@ -33,7 +35,8 @@ class Dropout:
 
         places: (b,) int64, what tells each row from all others.
         """
-        return x * self.kept(x, places, first_token, first_column).to(x.dtype).div_(1 - self.p)
+        # The scalar is exact: of a factor rounded to bf16 the mean would be off, by up to 0.4 %, always to one side.
+        return torch.where(self.kept(x, places, first_token, first_column), x * (1 / (1 - self.p)), 0)
 
     def kept(self, x: Tensor, places: Tensor, first_token: int, first_column: int) -> Tensor:
         """(n, b, columns) bool."""
@@ -45,4 +48,10 @@ class Dropout:
         of_tokens = hash32(rows[None, :] ^ hash32(tokens)[:, None])
         # Another constant than that of tokens: (token, column) and (column, token) differ.
         of_columns = hash32(own ^ 0x9E37_79B9)
-        return hash32(of_tokens[:, :, None] ^ of_columns) >= round(self.p * 2**32)
+        least = round(self.p * 2**32)
+        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        # A hash takes 8 bytes a number, and more than one of them while it is computed.
+        at_once = max(1, _NUMBERS_AT_ONCE // (places.numel() * columns))
+        for some, out in zip(of_tokens.split(at_once), kept.split(at_once), strict=True):
+            torch.ge(hash32(some[:, :, None] ^ of_columns), least, out=out)
+        return kept

@@ -27,7 +27,7 @@ from lightscale.parallel.megatron import (
     get_forward_backward_func,
 )
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.micro_batch import MicroBatch
+from lightscale.parallel.micro_batch import MicroBatch, uncounted
 from lightscale.parallel.model_shards import ParameterPart, optimizer_shards, parameter_parts, weight_shards
 from lightscale.parallel.optimizer_interface import Optimizer, build_optimizer
 from lightscale.parallel.optimizer_spec import AveragedSpec, OptimizerSpec
@@ -234,16 +234,19 @@ class Engine:
         self.logits = AttentionLogits(self.chunks, self.mesh)
         self.mesh.ends.callback(self._release)
 
-    def capture_graphs(self, report: Callable[[str], None]) -> None:
+    def capture_graphs(self, report: Callable[[str], None], *, against: str | None = None) -> None:
         """From here on, compute the micro-batches of steps as CUDA graphs where their shapes repeat.
 
-        ``report`` takes the reason, once, where they are not: now, or when the first capture fails.
+        Args:
+            report: takes the reason, once, where they are not: now, or when the first capture fails.
+            against: a reason that the caller knows.
         """
         assert self.models, "this engine is not trained"
         taught = None if self.teach is None else "a teacher answers every micro-batch (task.teacher)"
         clipped = None if self._clip is None else "attention logits are measured (optimizer.qk_clip)"
         coupled = None if self.objective is None else "the loss of a micro-batch is no sum over its tokens (task.name)"
-        if (reason := taught or clipped or coupled or why_not(self.mesh, self.config)) is not None:
+        reason = against or taught or clipped or coupled or why_not(self.mesh, self.config)
+        if reason is not None:
             report(reason)
             return
         (model,) = self.models
@@ -296,10 +299,13 @@ class Engine:
 
     @torch.no_grad()
     def forward_only(self, batches: Sequence[MicroBatch], *, top: Sequence[int] = ()) -> LossSums:
-        """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches.
+        """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches, any one.
 
         ``top``: numbers k; count the labels that are among the k most probable ones too.
         """
+        if len(self.chunks) > 1:
+            # Interleaved stages take groups of as many as there are stages; micro-batches that count nothing fill them.
+            batches = [*batches, *[uncounted(batches[-1])] * (-len(batches) % self.mesh.pipeline)]
         if self.objective is not None:
             self.objective.begin(self, batches)
         for chunk in self.chunks:

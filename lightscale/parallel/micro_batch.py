@@ -1,7 +1,7 @@
 """Micro-batches as the engine reads them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -81,3 +81,8 @@ class GivenMicroBatch:
     label_values: Tensor | None = None
     places: Tensor | None = None
     lengths: Sequence[int] | None = None
+
+
+def uncounted(batch: MicroBatch) -> MicroBatch:
+    """``batch`` with no label that counts."""
+    return replace(batch, loss_mask=batch.loss_mask.new_zeros(batch.loss_mask.shape))  # type: ignore[type-var]

@@ -269,8 +269,8 @@ class Workload:
             return 0
         maps = [one for one in adapted_maps(self.model, self.adapter) if one.layer in layers]
         outputs = 2 * sum(one.width_out for one in maps) if self.adapter.name == "dora" else 0
-        # Dropout keeps what an adapter reads, and its factors.
-        inputs = 2 * sum(one.width_in for one in maps) if self.adapter.lora_dropout else 0
+        # Dropout keeps what an adapter reads, and a byte for each of its numbers: half of one in bf16.
+        inputs = 3 * sum(one.width_in for one in maps) // 2 if self.adapter.lora_dropout else 0
         return self.adapter.r * len(maps) + outputs + inputs
 
     def _layer(self, layer: int) -> LayerWork:

@@ -1,17 +1,17 @@
 """The weights that a new run keeps from ``train.init_from``, computed from two configurations alone."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.store.several_stores import open_stores
-from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError
 from lightscale.models.adapters import check_adapter
 from lightscale.models.conversion import Conversion, conversion, other_settings
 from lightscale.runs.base import base_run, refuse_adapters
-from lightscale.runs.run_directory import RunDirectory
+from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.checkpoints.directories import checkpoints_of_step, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
@@ -71,51 +71,71 @@ def check_base(config: RunConfig) -> None:
 def reference_layout(config: RunConfig) -> dict[str, Any]:
     """The keys that decide the last bits of a reference's log-probabilities, with their values."""
     parallel, train = config.parallel, config.train
+    axes = ["tensor", "pipeline", "sequence"]
+    if parallel.sequence > 1:
+        axes += ["exchange", "attention", "ranks_per_node"]
     return {
-        **{f"parallel.{axis}": getattr(parallel, axis) for axis in ("tensor", "pipeline", "sequence")},
+        **{f"parallel.{axis}": getattr(parallel, axis) for axis in axes},
         "data.sequence_length": config.data.sequence_length,
         **{f"train.{key}": getattr(train, key) for key in ("micro_batch_size", "precision", "kernels")},
     }
 
 
 def check_reference(config: RunConfig, directory: RunDirectory, allow: Collection[str] = ()) -> None:
-    """UserError for stored log-probabilities of another model than a new run begins from, or of another layout.
+    """UserError for stored log-probabilities of another model than the run began from, or of another layout.
 
     ``allow``: with ``REFERENCE_KEY`` another layout is taken, on which sums differ in their last bits.
     """
     if not config.stored_reference:
         return
-    store, data = open_stores(config.data), config.data
-    training = data.sources or [name for name, one in store.sources.items() if one.split == "train"]
-    sources = [store.source(name) for name in training]
-    for chosen in data.validation.values():
-        sources.append((store if chosen.store is None else TokenStore(chosen.store)).source(chosen.source))
-    begins = config.train.init_from is not None and not list_steps(directory.checkpoints)
-    here, layout = _manifest_of(config) if begins else None, reference_layout(config)
-    for source in sources:
+    began, layout = _manifest_of(config, directory), reference_layout(config)
+    for source in reference_sources(config):
         found = source.reference
         assert found is not None, "checked with the store"
         where = f'task.reference = "stored": the log-probabilities of {source.directory}'
-        if here is not None and found["manifest"] != here:
+        if began is not None and found["manifest"] != began:
             raise UserError(
-                f"{where} are those of {found['checkpoint']} ({found['manifest'][:16]}…), and train.init_from = "
-                f'"{config.train.init_from}" is another model ({here[:16]}…); use that one, or compute them again with '
-                "`lightscale reference`"
+                f"{where} are those of {found['checkpoint']} ({found['manifest'][:16]}…), and {directory.path} begins "
+                f"from another model ({began[:16]}…); train the model that they are of (train.init_from), or compute "
+                "them again with `lightscale reference`"
             )
-        other = [key for key, value in found["layout"].items() if value != layout.get(key)]
+        # A store that was written before a key decided anything does not know it.
+        other = [key for key in layout if key in found["layout"] and found["layout"][key] != layout[key]]
         if other and REFERENCE_KEY not in allow:
-            keys = ", ".join(f"{key} = {found['layout'][key]}, here {layout.get(key)}" for key in other)
+            keys = ", ".join(f"{key} = {found['layout'][key]}, here {layout[key]}" for key in other)
             raise UserError(
                 f"{where} were computed with {keys}; compute them again with `lightscale reference`, or accept sums "
                 f"that differ in their last bits with --allow-change {REFERENCE_KEY}"
             )
 
 
-def _manifest_of(config: RunConfig) -> str:
-    """The hash of the manifest of the checkpoint that ``config`` begins from."""
-    directory, step = base_run(config)
+def reference_sources(config: RunConfig) -> Iterator[TokenSource]:
+    """The sources that ``config`` trains on and validates with, whose log-probabilities it reads."""
+    store, data = open_stores(config.data), config.data
+    for name in data.sources or [name for name, one in store.sources.items() if one.split == "train"]:
+        yield store.source(name)
+    for chosen in data.validation.values():
+        yield (store if chosen.store is None else TokenStore(chosen.store)).source(chosen.source)
+
+
+def _manifest_of(config: RunConfig, directory: RunDirectory) -> str | None:
+    """The hash of the manifest of the checkpoint that the run in ``directory`` begins from, or began from.
+
+    None: it is a branch, and its parent is gone.
+    """
+    while True:
+        for event in read_lines(directory.events):
+            if event["event"] == "init_from":
+                return str(event["manifest"])
+        if config.train.branch_from is None:
+            break
+        directory = RunDirectory(config.train.branch_from.rpartition("@")[0])
+        if not directory.config.exists():
+            return None
+        config = load(directory.config)
+    base, step = base_run(config)
     try:
-        (name, *_) = checkpoints_of_step(directory.checkpoints, step)
-        return hash_file(directory.checkpoints / name.directory / MANIFEST).xxh3_128
+        (name, *_) = checkpoints_of_step(base.checkpoints, step)
+        return hash_file(base.checkpoints / name.directory / MANIFEST).xxh3_128
     except (UserError, OSError) as error:
         raise UserError(f'train.init_from = "{config.train.init_from}": {error}') from None

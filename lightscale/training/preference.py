@@ -1,7 +1,7 @@
 """The loss of pairs of answers (``task.name = "preference"``): the engine's objective in place of a sum over tokens.
 
-    begin     before a step: log-probabilities of the frozen reference for all micro-batches, through the pipeline;
-              nothing where the store has them, which batches then bring (``label_values``)
+    begin     before a step: losses of the frozen reference for all micro-batches, through the pipeline; nothing
+              where the store has them, which batches then bring (``label_values``)
     __call__  of a micro-batch: from the losses of its tokens to the loss of its pairs
 
 The reference is a second engine on the same ranks, or with adapters the model itself without them. A row holds whole
@@ -102,15 +102,15 @@ def pair_losses(task: PreferenceConfig, policy: PairSums, reference: Tensor | No
     return -F.logsigmoid(task.beta * margin - (task.gamma if task.loss == "simpo" else 0.0)), margin
 
 
-class _Recorder(Objective):
-    """Keeps the sums of every micro-batch, in place of a loss."""
+class Recorder(Objective):
+    """Keeps the losses of the tokens of every micro-batch, (b, n), in place of a loss."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.found = mesh, dict[int, Tensor]()
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
 
     def __call__(self, batch: MicroBatch, losses: Tensor, *, top: bool) -> MicroBatchSums:
         """See ``Objective``."""
-        self.found[id(batch)] = pair_sums(batch, losses, self.mesh).log_probabilities
+        self.found[id(batch)] = losses
         nothing = losses.new_zeros(losses.size(0), dtype=torch.float64)
         return MicroBatchSums(losses.sum(), losses.new_zeros((), dtype=torch.int32), (nothing, nothing))
 
@@ -131,7 +131,7 @@ class PreferenceObjective(Objective):
         self._of_reference = {}
         if not self.task.has_reference:
             return
-        recorder = _Recorder(self.mesh)
+        recorder = Recorder()
         asked = engine if self.reference is None else self.reference
         with _asks(asked, recorder), nullcontext() if self.reference else without_adapters(engine.chunks):
             asked.forward_only(batches)
@@ -139,11 +139,11 @@ class PreferenceObjective(Objective):
 
     def __call__(self, batch: MicroBatch, losses: Tensor, *, top: bool) -> MicroBatchSums:
         """See ``Objective``: sums over pairs, which the first sequence rank reports; ``top``: those with a margin."""
-        policy, reference = pair_sums(batch, losses, self.mesh), self._of_reference.get(id(batch))
+        policy, others = pair_sums(batch, losses, self.mesh), self._of_reference.get(id(batch))
         if self.task.stored_reference:
             assert batch.label_values is not None, "the loader reads them"
-            # The same sums of the same numbers as with a reference on these ranks.
-            reference = pair_sums(batch, -batch.label_values, self.mesh).log_probabilities
+            others = -batch.label_values
+        reference = None if others is None else pair_sums(batch, others, self.mesh).log_probabilities
         found, margin = pair_losses(self.task, policy, reference)
         is_pair = policy.tokens.gt(0).all(dim=-1)
         found = torch.where(is_pair, found, 0.0)

@@ -7,7 +7,7 @@ A token keeps the number that the reference gave it, in fp32: sums are the same 
 and rows that computed them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightscale.config.schema import AdapterConfig, RunConfig
 from lightscale.data_pipeline.loading.loader import LoaderLayout, validation_batches
@@ -25,27 +24,14 @@ from lightscale.data_pipeline.store.reference import write_with_reference
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
-from lightscale.parallel.engine import Engine, MicroBatch, MicroBatchSums, Objective
+from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.base import read_base
 from lightscale.training.beginning import REFERENCE_KEY, reference_layout
-from lightscale.training.preference import build_reference
+from lightscale.training.preference import Recorder, build_reference
 
 _BATCHES_AT_ONCE = 16
 """Micro-batches that go through the pipeline together."""
-
-
-class _TokenRecorder(Objective):
-    """Keeps the losses of all tokens, in place of a loss."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, Tensor] = {}
-
-    def __call__(self, batch: MicroBatch, losses: Tensor, *, top: bool) -> MicroBatchSums:
-        """See ``Objective``."""
-        self.found[id(batch)] = losses
-        nothing = losses.new_zeros(losses.size(0), dtype=torch.float64)
-        return MicroBatchSums(losses.sum(), losses.new_zeros((), dtype=torch.int32), (nothing, nothing))
 
 
 def write_reference(config: RunConfig, out: Path, mesh: Mesh) -> None:
@@ -95,7 +81,7 @@ def token_log_probabilities(
     found = np.zeros(source.num_tokens, dtype=np.float32)
     first_window = mesh.data_rank * b
     for batches in _parts(batch.to(mesh.device) for batch in made):
-        recorder = _TokenRecorder()
+        recorder = Recorder()
         engine.objective = recorder
         engine.forward_only(batches)
         for batch in batches:
@@ -127,9 +113,9 @@ def _parts(batches: Iterator[Batch]) -> Iterator[Sequence[Batch]]:
         yield part
 
 
-def check_device(store: TokenStore, device: str) -> None:
-    """UserError for log-probabilities of ``store`` that were computed on another kind of device than ``device``."""
-    for source in store.sources.values():
+def check_device(sources: Iterable[TokenSource], device: str) -> None:
+    """UserError for log-probabilities of ``sources`` that were computed on another kind of device than ``device``."""
+    for source in sources:
         if source.reference is not None and source.reference["device"] != device:
             raise UserError(
                 f'task.reference = "stored": the log-probabilities of {source.directory} were computed on '

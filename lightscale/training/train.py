@@ -53,7 +53,7 @@ from lightscale.runs.run_directory import RunDirectory, Status, digest
 from lightscale.runs.teacher import asked_model, computed_models
 from lightscale.tasks.interface import task_of
 from lightscale.tasks.preference import PreferenceConfig
-from lightscale.training.beginning import REFERENCE_KEY
+from lightscale.training.beginning import REFERENCE_KEY, reference_sources
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
 from lightscale.training.checkpoints.exports import wait_for_exports
@@ -201,7 +201,7 @@ class Trainer:
         self.validation_targets = self.task.targets(self.store, validation=True)
         self.label_array = REFERENCE if config.stored_reference else None
         if config.stored_reference and REFERENCE_KEY not in allow:
-            check_device(self.store, mesh.device.type)
+            check_device(reference_sources(config), mesh.device.type)
         self.loader = TokenLoader.of(
             config,
             self.store,
@@ -226,11 +226,12 @@ class Trainer:
             trained_mixers=None if self.teacher is None else self.teacher.trained_mixers,
             objective=objective,
         )
-        if config.adapter.lora_dropout:
-            # A graph would draw again what it drew when it was captured.
-            self.journal.say("this run has no CUDA graphs: adapters have dropout (adapter.lora_dropout)")
-        elif config.train.cuda_graphs == "auto":
-            self.engine.capture_graphs(lambda reason: self.journal.say(f"this run has no CUDA graphs: {reason}"))
+        if config.train.cuda_graphs == "auto":
+            self.engine.capture_graphs(
+                lambda reason: self.journal.say(f"this run has no CUDA graphs: {reason}"),
+                # A graph would draw again what it drew when it was captured.
+                against="adapters have dropout (adapter.lora_dropout)" if config.adapter.lora_dropout else None,
+            )
         self.guard = Guard(config.guard)
         # After the engine, which may draw from them while it is built. A checkpoint of the same layout restores them.
         seed_generators(config.train.seed, mesh.rank)

@@ -20,7 +20,8 @@ from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.training.optimizer.adamw import AdamW
 
-tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
+HELPERS = Path(__file__).parents[1] / "helpers"
+tiny, parity = (SimpleNamespace(**runpy.run_path(str(HELPERS / f"{name}.py"))) for name in ("tiny_engine", "parity"))
 
 RunRanks = Callable[..., list[Any]]
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, intermediate_size=48, vocab_size=64, norm="rmsnorm")
@@ -129,6 +130,26 @@ def test_losses_and_gradients_are_those_of_the_mean_over_valid_tokens(run_ranks:
         assert found["gradients"].keys() == gradients.keys()
         for name, gradient in gradients.items():
             assert tiny.error(found["gradients"][name], gradient) < 1e-10, (axes, name)
+
+
+def validated(rank: int, world_size: int, init_method: str, layouts: list[str]) -> list[list[tuple[float, int]]]:
+    """The mean of 1, 2 and 3 micro-batches, and its labels."""
+    found = []
+    for _, case, mesh in parity.on_meshes(layouts, rank, world_size, init_method):
+        with parity.engine_in(mesh, case, torch.float64) as engine:
+            batches = [*parity.step_batches(0, mesh, case), *parity.step_batches(1, mesh, case)]
+            sums = [engine.forward_only(batches[:count]) for count in (1, 2, 3)]
+            found.append([(one.mean, one.tokens) for one in sums])
+    return found
+
+
+def test_any_number_of_micro_batches_is_validated_on_interleaved_stages(run_ranks: RunRanks) -> None:
+    """Of Megatron, only what fills groups of as many as there are stages."""
+    ((expected,),) = run_ranks(validated, 1, ["tnl"])
+    assert len({tokens for _, tokens in expected}) == 3
+    for (found,) in run_ranks(validated, 2, ["tnl pipeline=2 virtual_stages=2"]):
+        for (mean, tokens), (one, of_one) in zip(found, expected, strict=True):
+            assert tokens == of_one and mean == pytest.approx(one, rel=1e-12)
 
 
 def test_the_mean_of_no_tokens() -> None:

@@ -57,6 +57,7 @@ BASE = ["train", "run.toml", "train.steps=2", "train.validate_every=2", "--run",
 TUNE = ["train", "run.toml", "task.name=preference", "train.init_from=runs/base@2"]
 STORED = [*TUNE, "task.reference=stored", "data.store=stored"]
 REFERENCE = ["reference", *TUNE[1:]]
+BRANCH = ["train.init_from=none", f"train.branch_from=runs/stored@{STEPS // 2}", "train.steps=4"]
 
 
 def records() -> list[dict[str, Any]]:
@@ -103,6 +104,9 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         [*TUNE, "adapter.name=lora", "task.loss=ipo", "train.validate_every=0", "--run", "runs/lora"],
         [*REFERENCE, "--out", "stored"],
         [*STORED, "--run", "runs/stored"],
+        # A branch has no train.init_from: what it is compared with is what its parent began from.
+        [*STORED, *BRANCH, "--run", "runs/branch"],
+        [*REFERENCE, "train.init_from=runs/dpo@6", "--out", "of-dpo"],
     ]
     found = commands(rank, world_size, f"{init_method}-whole", folder, lines)
     tuned.interrupted("runs/dpo", ("resumed", "elsewhere"), step=STEPS)
@@ -117,6 +121,9 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         [*TUNE, "task.gamma=0.2", "--run", "runs/none"],
         [*STORED, "data.store=store", "--run", "runs/none"],
         [*STORED, "train.init_from=runs/dpo@6", "--run", "runs/none"],
+        [*STORED, "data.store=of-dpo", "train.steps=8", "--allow-change=data", "--run", "runs/stored"],
+        [*STORED, *BRANCH, "data.store=of-dpo", "--allow-change=data", "--run", "runs/none"],
+        [*STORED, "data.validation.held.store=of-dpo", "--run", "runs/none"],
         [*STORED, "train.micro_batch_size=4", "--run", "runs/none"],
         [*STORED, "task.loss=simpo", "train.init_from=none", "--run", "runs/none"],
         [*STORED, "data.curriculum=[{sequence_length = 32, until_tokens = 256}]", "--run", "runs/none"],
@@ -133,10 +140,11 @@ def test_preferences_are_learned_and_resumed(
 ) -> None:
     (results,) = run_ranks(on_one_process, 1, str(folder), timeout_s=500)
     codes, outputs = zip(*results, strict=True)
-    assert codes[:8] == (0,) * 8, results
-    assert all(codes[8:]), results
+    done = 10
+    assert codes[:done] == (0,) * done, results
+    assert all(codes[done:]), results
     for output, message in zip(
-        outputs[8:],
+        outputs[done:],
         [
             "equal.jsonl, line 1: sources.sums: chosen and rejected are equal; remove the pair",
             "compares the model with the one that it begins from; set train.init_from",
@@ -146,7 +154,10 @@ def test_preferences_are_learned_and_resumed(
             'train.branch_from = "runs/base@2": the run that it branches off has no frozen model',
             'gamma = 0.2 has no effect in loss = "dpo"; remove it',
             "source sums of store has no log-probabilities of a reference; write a store that has them",
-            'and train.init_from = "runs/dpo@6" is another model',
+            "and runs/none begins from another model",
+            "and runs/stored begins from another model",
+            "and runs/none begins from another model",
+            "of-dpo/sums-validation are those of runs/dpo/checkpoints/step-00000006",
             "were computed with train.micro_batch_size = 2, here 4; compute them again",
             'reference = "stored" has no effect in loss = "simpo"; remove it',
             "is of sequences of one length; remove data.curriculum",

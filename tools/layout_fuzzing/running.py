@@ -4,7 +4,6 @@ import itertools
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from lightscale.models.low_rank import begin_adapters, merge_adapters
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters, shard, unpadded_rows
 from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.tasks.interface import task_of
 from lightscale.tasks.preference import PreferenceConfig
 from lightscale.training.build import build_engine
@@ -139,16 +139,18 @@ class _Case:
         edges = self.drawn.edges(found[0].labels.size(1))
         own = slice(edges[self.mesh.sequence_rank], edges[self.mesh.sequence_rank + 1])
         lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
-        names = ("tokens", "labels", "loss_mask", "positions")
         return [
-            SimpleNamespace(
-                **{name: getattr(batch, name)[:, own] for name in names},
+            GivenMicroBatch(
+                tokens=batch.tokens[:, own],
+                labels=batch.labels[:, own],
+                loss_mask=batch.loss_mask[:, own],
+                positions=batch.positions[:, own],
                 sources=batch.sources,
                 soft_labels=batch.soft_labels,
                 conditions=batch.conditions,
                 wanted=None if batch.wanted is None else batch.wanted[:, own],
+                label_values=None if batch.label_values is None else batch.label_values[:, own],
                 places=batch.places,
-                document_starts=None,
                 lengths=lengths,
             )
             for batch in found

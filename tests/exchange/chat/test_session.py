@@ -179,7 +179,9 @@ def test_markup_of_ordinary_text_is_divided_as_in_a_store(scripted: Any, shape: 
     module = CausalModel(dataclasses.replace(shape, vocab_size=tokenizer.vocab_size)).eval()
     model = helpers.Scripted(module=module, tokenizer=tokenizer, origin="the model")
     chat = helpers.chat_of("chatml")
-    session = model.chat(template=chat)
+    with pytest.raises(UserError, match=r"template = chat-ml: no such file; use chatml, llama3, qwen or"):
+        model.chat(template="chat-ml")
+    session = model.chat(template="chatml")
     for answer in ("three", "four"):
         model.script.extend(tokenizer.encode(f"{answer}<|im_end|>"))
         assert session.ask("?") == answer

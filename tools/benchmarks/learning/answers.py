@@ -60,7 +60,6 @@ validation = {{ held-out = {{ source = "texts-validation" }} }}
 [optimizer]
 lr = 3e-3
 schedule = "cosine"
-warmup_steps = 30
 [train]
 global_batch_size = 8
 micro_batch_size = 8
@@ -87,12 +86,11 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         folder.mkdir(exist_ok=True, parents=True)
         stack.enter_context(contextlib.chdir(folder))
         prepare(folder, args.talks)
-        base, steps = f"train.init_from=runs/base@{args.base_steps}", f"train.steps={args.steps}"
-        of_lora = [*LORA, f"optimizer.lr={args.lora_rate}", f"train.steps={args.lora_steps}"]
+        base = f"train.init_from=runs/base@{args.base_steps}"
         runs = {
-            "base": [f"train.steps={args.base_steps}"],
-            "fine-tuned": [*CHAT, base, steps, f"optimizer.lr={args.rate}"],
-            "LoRA": [*CHAT, base, *of_lora],
+            "base": length(args.base_steps),
+            "fine-tuned": [*CHAT, base, *length(args.steps), f"optimizer.lr={args.rate}"],
+            "LoRA": [*CHAT, base, *LORA, *length(args.lora_steps), f"optimizer.lr={args.lora_rate}"],
         }
         models = []
         for name, words in runs.items():
@@ -105,6 +103,11 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 {"model": name, "command": " ".join(command), **facts(directory), **measured(directory, args)}
             )
             yield {"models": list(models)}
+
+
+def length(steps: int) -> list[str]:
+    """Of a run of ``steps``."""
+    return [f"train.steps={steps}", f"optimizer.warmup_steps={min(30, steps // 10)}"]
 
 
 def prepare(folder: Path, count: int) -> None:

@@ -89,3 +89,20 @@ def test_both_ways_begin_at_the_base(
     config = load(tmp_path / "f/base.toml", commands["lora"])
     trained = sum(a * b for a, b in answers.trained_shapes(config).values())
     assert trained < 0.02 * figures["models"][0]["parameters"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_model_is_trained_and_asked(bench_in_process: ModuleType, tmp_path: Path) -> None:
+    """The whole way with few steps, which teach nothing."""
+    pytest.importorskip("tokenizers")
+    words = [f"{key}={value}" for key, value in (("--talks", 60), ("--held-out", 2), ("--base-steps", 2))]
+    words += ["--steps=2", "--lora-steps=2", f"--save={tmp_path}", f"--folder={tmp_path / 'f'}"]
+    assert bench_in_process.main(["answers", *words]) == 0
+    (path,) = tmp_path.glob("answers_*.json")
+    models = json.loads(path.read_text())["models"]
+    assert [one["model"] for one in models] == ["base", "fine-tuned", "LoRA"]
+    for one in models:
+        assert one["conversations"] == 2 and 2 <= sum(one["asked"].values()) <= 6
+        assert sum(one["right"].values()) == 0
+    assert models[2]["trained"] < 0.02 * models[2]["parameters"]
