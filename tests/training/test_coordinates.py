@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ def test_mup_is_flat_and_the_rest_is_not(tmp_path: Path, capsys: pytest.CaptureF
     assert (code, steep["is_flat"]) == (1, False)
     judged = [one for one in steep["activations"] if one["is_judged"] and one["activation"].startswith("layer")]
     assert min(one["slope"] for one in judged) > 0.2, "without µP, all that blocks compute grows with the width"
+    # With the same scaling, but so far from the initial weights that narrow models differ for another reason.
+    assert main(["coordinate-check", *own, "model.mup.base_hidden_size=64", "optimizer.lr=1e-2"]) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(
+        r"the output of layer . .* changes by \d+\.\d times its size: .* optimizer.lr=0.005 or less", said
+    )
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from lightscale.models.mup import at_width
 from lightscale.models.registry import check_model
 from lightscale.output.plot import DOTS_PER_INCH, check_plot_path, new_figure
 from lightscale.output.terminal import plain_console, plain_table
-from lightscale.training.coordinates.slopes import CHANGE, LIMIT, SIZE, Slope, slopes
+from lightscale.training.coordinates.slopes import CHANGE, FAR, LIMIT, SIZE, Slope, largest_change, slopes
 from lightscale.training.optimizer.registry import optimizer_spec
 
 EXIT_NOT_FLAT = 1
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     found = slopes(widths, measured)
     if args.plot is not None:
         draw(widths, found, args.plot, title(config, args.config))
-    _print(widths, found, as_json=args.json)
+    _print(widths, found, lr=config.optimizer.lr, as_json=args.json)
     return 0 if all(one.is_flat for one in found if one.is_judged) else EXIT_NOT_FLAT
 
 
@@ -106,7 +106,7 @@ def _at_width(config: RunConfig, width: int) -> RunConfig:
     return found
 
 
-def _print(widths: Sequence[int], found: Sequence[Slope], *, as_json: bool) -> None:
+def _print(widths: Sequence[int], found: Sequence[Slope], *, lr: float, as_json: bool) -> None:
     judged = [one for one in found if one.is_judged]
     wrong = [one for one in judged if not one.is_flat]
     if as_json:
@@ -125,13 +125,19 @@ def _print(widths: Sequence[int], found: Sequence[Slope], *, as_json: bool) -> N
             f"not flat: {len(wrong)} of {len(judged)} exponents exceed {LIMIT}; the worst is {worst.slope:+.3f} of "
             f"{worst.activation} ({worst.kind})"
         )
+        activation, factor = largest_change(found)
+        if factor > FAR:
+            print(
+                f"the output of {activation} changes by {factor:.1f} times its size: these steps have no warm-up, and "
+                f"optimizer.lr = {lr:g} is too large for a verdict; repeat with optimizer.lr={lr / 2:g} or less"
+            )
     else:
         print(f"flat: all {len(judged)} exponents are within {LIMIT} of 0")
 
 
 def draw(widths: Sequence[int], found: Sequence[Slope], path: Path, title: str) -> None:
     """Write a picture of sizes and changes over widths to ``path``, behind ``check_plot_path``."""
-    figure = new_figure(10, 4.8)
+    figure = new_figure(13, 4.8)
     for axes, kind in zip(figure.subplots(1, 2), (SIZE, CHANGE), strict=True):
         shown = [one for one in found if one.kind == kind and (one.is_judged or kind == SIZE)]
         for number, one in enumerate(shown):
@@ -145,7 +151,7 @@ def draw(widths: Sequence[int], found: Sequence[Slope], path: Path, title: str) 
         steps = max((one.step for one in shown), default=0)
         axes.set_title("size at the start" if kind == SIZE else f"change after {steps} steps", fontsize=10)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.axes[0].set_ylabel("root mean square")
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -10,6 +10,10 @@ LOGITS = "logits"
 LIMIT = 0.1
 """Largest exponent over the width, of either sign, of what keeps its size."""
 
+FAR = 3.0
+"""Change of an activation, as a factor of its size, behind which exponents say little about the scaling: the steps
+have left the neighbourhood of the initial weights, where narrow models differ by terms that vanish with the width."""
+
 Key = tuple[str, str, int]
 """Activation, kind, step."""
 
@@ -67,3 +71,14 @@ def exponent(widths: Sequence[float], sizes: Sequence[float]) -> float:
     centre_x, centre_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((one - centre_x) ** 2 for one in x)
     return sum((a - centre_x) * (b - centre_y) for a, b in zip(x, y, strict=True)) / spread
+
+
+def largest_change(found: Sequence[Slope]) -> tuple[str, float]:
+    """The activation whose judged change is the largest factor of its size, at any width; and that factor."""
+    sizes = {one.activation: one.sizes for one in found if one.kind == SIZE and one.is_judged}
+    factors = {
+        one.activation: max(change / size for change, size in zip(one.sizes, sizes[one.activation], strict=True))
+        for one in found
+        if one.kind == CHANGE and one.is_judged and one.activation in sizes
+    }
+    return max(factors.items(), key=lambda item: item[1])
