@@ -29,8 +29,9 @@ _NONCE_BYTES = _PROOF_BYTES = 32
 # For the whole exchange, on a loaded machine over a slow network.
 _HANDSHAKE_S = 10.0
 _ATTEMPT_S, _PAUSE_S = 5.0, 0.2
-# Connections that have proved nothing: beyond this number the oldest is closed.
-MOST_PENDING = 64
+# Connections that have proved nothing: beyond this number the oldest is closed. Ranks that lose theirs, of very many at
+# once, come again.
+MOST_PENDING = 512
 _BUFFER_BYTES = 1 << 18
 # Between the last connection's end and the door's: a rank's client may be connecting.
 _GRACE_S = 5.0
@@ -308,7 +309,7 @@ class Door(_Relay):
                 connection.close()
                 return
             try:
-                outside = self._first.pop() if self._first else pass_gate(*self._where, _HANDSHAKE_S)
+                outside = self._first.pop() if self._first else await_gate(*self._where, _HANDSHAKE_S)
             except OSError:
                 connection.close()
                 raise

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
 
 from lightscale.parallel.rendezvous import gate
 from lightscale.parallel.rendezvous.gate import (
-    MOST_PENDING,
     Door,
     Gate,
     NoGate,
@@ -160,24 +161,36 @@ def test_a_stranger_in_place_of_the_gate_gets_no_proof() -> None:
             thread.join()
 
 
-def test_silent_and_noisy_strangers_hold_nothing(echo: Echo, port: int) -> None:
+def test_silent_and_noisy_strangers_hold_nothing(echo: Echo, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 40
+    monkeypatch.setattr(gate, "MOST_PENDING", most)
     own = psutil.Process()
     noise = (b"", bytes(64), os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"\x00\xce\xf7\x85\x3c\xff\xff")
     with pass_gate(LOOPBACK, port, KEY, TIMEOUT_S) as friend:
         before = own.num_fds()
         strangers = []
-        for number in range(4 * MOST_PENDING):
+        for number in range(4 * most):
             strangers.append(socket.create_connection((LOOPBACK, port), timeout=TIMEOUT_S))
             strangers[-1].sendall(noise[number % len(noise)])
             if number % 50 == 0:
                 assert exchange(friend, b"hello") == b"hello"
         # Ours, and those that the gate keeps.
-        until(lambda: own.num_fds() - before - len(strangers) <= MOST_PENDING)
+        until(lambda: own.num_fds() - before - len(strangers) <= most)
         with pass_gate(LOOPBACK, port, KEY, TIMEOUT_S) as another:
             assert exchange(another, b"hello") == b"hello"
         for stranger in strangers:
             stranger.close()
     assert len(echo.connections) == 3
+
+
+def test_more_ranks_at_once_than_may_be_pending(echo: Echo, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are dropped come again."""
+    monkeypatch.setattr(gate, "MOST_PENDING", 1)
+    with ThreadPoolExecutor(24) as pool:
+        friends = list(pool.map(lambda _: await_gate(LOOPBACK, port, KEY, TIMEOUT_S), range(24)))
+    for friend in friends:
+        with friend:
+            assert exchange(friend, b"hello") == b"hello"
 
 
 def test_who_proves_nothing_in_time_is_dropped(echo: Echo, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +218,15 @@ def test_the_gate_ends_with_its_store(echo: Echo, port: int) -> None:
 def test_a_door_leads_through_the_gate(echo: Echo, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_GRACE_S", 0.1)
     door = Door(LOOPBACK, port, KEY, await_gate(LOOPBACK, port, KEY, TIMEOUT_S))
+    dropped = iter([True])
+
+    def passed(*where: Any) -> socket.socket:
+        """The gate closes the second connection's first attempt, as with many ranks at once."""
+        if next(dropped, False):
+            raise ConnectionResetError
+        return pass_gate(*where)
+
+    monkeypatch.setattr(gate, "pass_gate", passed)
     data = os.urandom(1 << 20)
     with (
         socket.create_connection((LOOPBACK, door.port)) as first,
