@@ -15,7 +15,7 @@ class ModelAtWork:
         self.loaded, self.mesh = loaded, mesh
         self._heartbeat, self._steps = Heartbeat(chosen.config.restart.hang_timeout_s), 0
         self._is_main = mesh.rank == 0
-        self._advance()
+        self.advance()
         for reason in loaded.refused:
             self._say(f"skipped a damaged checkpoint: {reason}")
 
@@ -23,7 +23,8 @@ class ModelAtWork:
         if self._is_main:
             print(text, file=sys.stderr, flush=True)
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Say to the launcher that this rank goes on."""
         self._steps += 1
         # An activity that may take long: nobody knows how long prompts and documents are.
         self._heartbeat.beat("validation", step=self._steps)

@@ -7,7 +7,7 @@ change, and ``apply`` clips and applies them; ``step`` is both.
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -298,10 +298,15 @@ class Engine:
         return self._run(batches, forward_only=False)
 
     @torch.no_grad()
-    def forward_only(self, batches: Sequence[MicroBatch], *, top: Sequence[int] = ()) -> LossSums:
+    def forward_only(
+        self, batches: Sequence[MicroBatch], *, top: Sequence[int] = (), advance: Callable[[], None] = lambda: None
+    ) -> LossSums:
         """The loss of ``batches`` without gradients. Every data rank gives the same number of micro-batches, any one.
 
-        ``top``: numbers k; count the labels that are among the k most probable ones too.
+        Args:
+            batches: of this data rank.
+            top: numbers k; count the labels that are among the k most probable ones too.
+            advance: called before each micro-batch.
         """
         if len(self.chunks) > 1:
             # Interleaved stages take groups of as many as there are stages; micro-batches that count nothing fill them.
@@ -313,9 +318,16 @@ class Engine:
         if top and any(model.ddp_config.overlap_param_gather for model in self.models):
             # Then the output layer is read without a call of its own, which would wait for its weights.
             self.gather_weights()
-        return self._run(batches, forward_only=True, top=top)
+        return self._run(batches, forward_only=True, top=top, advance=advance)
 
-    def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool, top: Sequence[int] = ()) -> LossSums:
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        forward_only: bool,
+        top: Sequence[int] = (),
+        advance: Callable[[], None] | None = None,
+    ) -> LossSums:
         run = get_forward_backward_func()
         scoring = partial(self._forward_step, top=tuple(top)) if top else self._forward_step
         if self.objective is not None:
@@ -329,7 +341,9 @@ class Engine:
         outputs: list[Tensor] = run(
             forward_step_func=step,
             # Every virtual stage goes through all micro-batches by itself.
-            data_iterator=[iter(passes) for _ in self.chunks] if len(self.chunks) > 1 else iter(passes),
+            data_iterator=[_each(passes, advance) for _ in self.chunks]
+            if len(self.chunks) > 1
+            else _each(passes, advance),
             model=self.models or self.chunks,
             num_microbatches=len(batches),
             # Of the whole row: for the shapes that stages send, Megatron divides by tensor and sequence ranks itself.
@@ -590,3 +604,13 @@ class Engine:
                     continue
                 gradient: Any = getattr(parameter, "main_grad")  # noqa: B009 - set by Megatron, unknown to the type
                 yield name, parameter, gradient
+
+
+def _each(
+    batches: Iterable[MicroBatch | CapturedPass], advance: Callable[[], None] | None
+) -> Iterator[MicroBatch | CapturedPass]:
+    """``batches`` in turn, with a call of ``advance`` before each."""
+    for batch in batches:
+        if advance is not None:
+            advance()
+        yield batch

@@ -42,8 +42,8 @@ class CellLauncher(ABC):
         """Reason of a cell's failure; None: it was stopped, and a new start continues it."""
 
     @abstractmethod
-    def stop(self) -> None:
-        """Ask all runs started by this launcher to save and exit, if it owns them."""
+    def stop(self, only: str | None = None) -> None:
+        """Ask all runs started by this launcher, or that of the cell `only`, to save and exit, if it owns them."""
 
     def _status_failure(self, cell: Cell) -> str | None:
         status = self._study.run(cell).read_status()
@@ -106,10 +106,12 @@ class Here(CellLauncher):
             return self._status_failure(cell)
         return self._status_failure(cell) or f"exit code {child.returncode}: {_last_line(self._study.log(cell))}"
 
-    def stop(self) -> None:
+    def stop(self, only: str | None = None) -> None:
         """See `CellLauncher`. Includes runs started by an earlier command."""
         self._has_stopped = True
         for name, child in self._children.items():
+            if only not in (None, name):
+                continue
             if child is not None:
                 # Of one that has ended nothing is sent.
                 child.send_signal(signal.SIGTERM)
@@ -152,7 +154,7 @@ class Through(CellLauncher):
             return None
         return self._status_failure(cell) or f"its job has ended; `lightscale logs {self._study.run(cell).path}`"
 
-    def stop(self) -> None:
+    def stop(self, only: str | None = None) -> None:
         """See `CellLauncher`. Jobs belong to the scheduler: `lightscale cancel` ends them."""
 
 

@@ -95,7 +95,8 @@ class StudyRunner:
         begun = {*self._outcome.finished, *self._outcome.failed, *self._outcome.left, *self._running}
         waiting = (cell for cell in self._cells if cell.name not in begun and not cell.is_pending)
         for cell in waiting:
-            if len(self._running) >= self._jobs:
+            # A signal may come between two of them.
+            if self._stopping is not None or len(self._running) >= self._jobs:
                 return
             try:
                 self._launcher.start(cell)
@@ -104,6 +105,9 @@ class StudyRunner:
                 continue
             self._running[cell.name], self._began[cell.name] = cell, time.monotonic()
             self._say(f"{cell.name}: started")
+            # The signal came while it was started, and the launcher did not know it yet.
+            if self._stopping is not None:
+                self._launcher.stop(cell.name)
 
     def _collect(self) -> None:
         for name, cell in list(self._running.items()):

@@ -7,7 +7,7 @@ A token keeps the number that the reference gave it, in fp32: sums are the same 
 and rows that computed them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -34,14 +34,17 @@ _BATCHES_AT_ONCE = 16
 """Micro-batches that go through the pipeline together."""
 
 
-def write_reference(config: RunConfig, out: Path, mesh: Mesh) -> None:
+def write_reference(config: RunConfig, out: Path, mesh: Mesh, *, advance: Callable[[], None] = lambda: None) -> None:
     """Write the store of ``config`` to ``out`` with the log-probabilities of its reference; collective over ``mesh``.
+
+    ``advance`` is called again and again, at least once for each micro-batch.
 
     UserError if the reference is missing or damaged, or if the store has another tokenizer.
     """
     store, ranks = TokenStore(config.data.store_paths["data.store"]), Agreement(mesh.control)
     # Beside adapters the reference is the frozen model too.
     alone = config.model_copy(update={"adapter": AdapterConfig()})
+    advance()
     engine = build_reference(alone, mesh, vocab_size=store.tokenizer.vocab_size)
     assert engine is not None, "checked with the request"
     base, restored = read_base(alone, engine)
@@ -52,7 +55,7 @@ def write_reference(config: RunConfig, out: Path, mesh: Mesh) -> None:
             f"{restored.path} (sha256 {tokenizer[:16]}…); prepare it with the model's tokenizer"
         )
     values = {
-        name: token_log_probabilities(engine, source, config, padding_id=store.tokenizer.eot_id)
+        name: token_log_probabilities(engine, source, config, padding_id=store.tokenizer.eot_id, advance=advance)
         for name, source in store.sources.items()
         if source.holds_pairs
     }
@@ -61,7 +64,12 @@ def write_reference(config: RunConfig, out: Path, mesh: Mesh) -> None:
 
 
 def token_log_probabilities(
-    engine: Engine, source: TokenSource, config: RunConfig, *, padding_id: int
+    engine: Engine,
+    source: TokenSource,
+    config: RunConfig,
+    *,
+    padding_id: int,
+    advance: Callable[[], None],
 ) -> NDArray[np.float32]:
     """(tokens,) of ``source``: log-probabilities of those that count, 0 elsewhere; the same on all ranks."""
     mesh, length, b = engine.mesh, config.data.sequence_length, config.train.micro_batch_size
@@ -83,7 +91,7 @@ def token_log_probabilities(
     for batches in _parts(batch.to(mesh.device) for batch in made):
         recorder = Recorder()
         engine.objective = recorder
-        engine.forward_only(batches)
+        engine.forward_only(batches, advance=advance)
         for batch in batches:
             # Only the last stage has losses.
             if (losses := recorder.found.get(id(batch))) is not None:

@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -512,7 +513,9 @@ class Trainer:
                 label_array=self.label_array,
             )
             batches = self._to_device(list(found))
-            sums = self.engine.forward_only(batches, top=self.task.top)
+            # The passes of one set may take longer than a rank may be silent.
+            advance = partial(self.heartbeat.beat, "validation", step=self.step)
+            sums = self.engine.forward_only(batches, top=self.task.top, advance=advance)
             if not sums.tokens:
                 self.journal.say(f"validation set {name}: no label to predict")
                 continue

@@ -1,8 +1,10 @@
 """The engine: loss sums, gradients of the mean over valid tokens, and AdamW, against direct computations."""
 
 import runpy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +140,12 @@ def validated(rank: int, world_size: int, init_method: str, layouts: list[str]) 
     for _, case, mesh in parity.on_meshes(layouts, rank, world_size, init_method):
         with parity.engine_in(mesh, case, torch.float64) as engine:
             batches = [*parity.step_batches(0, mesh, case), *parity.step_batches(1, mesh, case)]
-            sums = [engine.forward_only(batches[:count]) for count in (1, 2, 3)]
+            advanced = Counter[int]()
+            sums = [
+                engine.forward_only(batches[:count], advance=partial(advanced.update, [count])) for count in (1, 2, 3)
+            ]
+            # The launcher hears of every micro-batch.
+            assert all(advanced[count] >= count for count in (1, 2, 3))
             found.append([(one.mean, one.tokens) for one in sums])
     return found
 

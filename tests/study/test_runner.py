@@ -27,6 +27,7 @@ class Pretending(CellLauncher):
         self.asked: dict[str, int] = {}
         self.started: list[str] = []
         self.most = 0
+        self.stopped: list[str | None] = []
 
     def start(self, cell: Cell) -> None:
         if cell.name == self.cannot_start:
@@ -49,7 +50,8 @@ class Pretending(CellLauncher):
     def failure(self, cell: Cell) -> str | None:
         return None if self.endless else "it fell over"
 
-    def stop(self) -> None:
+    def stop(self, only: str | None = None) -> None:
+        self.stopped.append(only)
         self.endless = True
         self.asked = dict.fromkeys(self.asked, 3)
         self.has_ended = lambda cell: True  # type: ignore[method-assign]
@@ -133,6 +135,21 @@ def test_a_signal_stops_what_runs(make: Callable[..., Study]) -> None:
     outcome = run(study, Pretending(study, endless=True), left_s=60)
     assert len(outcome.left) == 6
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_while_a_cell_starts_stops_it_too(make: Callable[..., Study]) -> None:
+    class Slow(Pretending):
+        def start(self, cell: Cell) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().start(cell)
+
+    study = make()
+    launcher = Slow(study)
+    outcome = run(study, launcher, jobs=2)
+    (first,) = launcher.started
+    # The signal itself met no run yet.
+    assert launcher.stopped == [None, first]
+    assert first in outcome.left and not outcome.finished
 
 
 def test_one_command_at_a_time(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def draw(asked: DrawingRequest) -> None:
         images = drawing.draw()
         drawing.write(images)
         if asked.judge is not None:
-            drawing.print_measures(measures(asked, asked.judge, images, mesh))
+            drawing.print_measures(measures(asked, asked.judge, images, mesh, drawing.advance))
 
 
 class Drawing(ModelAtWork):
@@ -46,7 +47,7 @@ class Drawing(ModelAtWork):
     def __init__(self, asked: DrawingRequest, loaded: LoadedModel, mesh: Mesh) -> None:
         super().__init__(asked.chosen, loaded, mesh)
         self.asked = asked
-        self._denoiser = Denoiser(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self._advance)
+        self._denoiser = Denoiser(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self.advance)
 
     def draw(self) -> Pixels:
         """(b, h, w, c), on every rank."""
@@ -84,12 +85,18 @@ class Drawing(ModelAtWork):
             sys.stdout.write(line + "\n")
 
 
-def measures(asked: DrawingRequest, judge: Judge, images: Pixels, mesh: Mesh) -> dict[str, Any]:
-    """What a classifier recognises of drawn ``images``, and how near its features of them are to real ones'."""
+def measures(
+    asked: DrawingRequest, judge: Judge, images: Pixels, mesh: Mesh, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """What a classifier recognises of drawn ``images``, and how near its features of them are to real ones'.
+
+    ``advance`` is called for each batch.
+    """
     config = judge.chosen.config.model
     assert config.patches is not None and config.grid is not None and config.image_shape is not None
     height, width = config.patches.size
-    predictor = Predictor(restore(judge.chosen, mesh).model, mesh, row_tokens=asked.row_tokens)
+    model = restore(judge.chosen, mesh).model
+    predictor = Predictor(model, mesh, row_tokens=asked.row_tokens, advance=advance)
 
     def documents(pixels: Pixels) -> list[NDArray[np.int32]]:
         return list(as_patches(pixels, (height, width), config.grid.leading_tokens if config.grid else 0))

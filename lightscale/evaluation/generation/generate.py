@@ -37,7 +37,7 @@ class Writer(ModelAtWork):
     def __init__(self, asked: GenerationRequest, loaded: LoadedModel, mesh: Mesh) -> None:
         super().__init__(asked.chosen, loaded, mesh)
         self.asked = asked
-        self._generator = TextGenerator(loaded.model, loaded.tokenizer, batch=asked.batch, advance=self._advance)
+        self._generator = TextGenerator(loaded.model, loaded.tokenizer, batch=asked.batch, advance=self.advance)
 
     def write(self) -> None:
         """See the function."""

@@ -46,7 +46,7 @@ class PredictionWriter(ModelAtWork):
     def __init__(self, asked: PredictionRequest, loaded: LoadedModel, mesh: Mesh) -> None:
         super().__init__(asked.chosen, loaded, mesh)
         self.asked = asked
-        self._predictor = Predictor(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self._advance)
+        self._predictor = Predictor(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self.advance)
 
     def write(self) -> None:
         """See the function."""

@@ -35,7 +35,7 @@ from lightscale.launch.chaos.harness.trial import Fault, Runner, Subject, Trial
 from lightscale.launch.chaos.harness.verify import SKIPPED, Lines, Verdict, judge, jumps, undone
 from lightscale.launch.chaos.preload.control import Control, problem
 from lightscale.launch.chaos.schedule import WITH_LIBRARY, WITH_STORES, Where, schedule
-from lightscale.launch.chaos.stores import LARGEST_STORE_BYTES, copy_store, num_bytes, write_other_store
+from lightscale.launch.chaos.stores import LARGEST_STORE_BYTES, aside_of, copy_store, num_bytes, write_other_store
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 # A start, a step and a save take far less. How long a rank may be silent differs from phase to phase.
@@ -126,6 +126,9 @@ class Campaign:
         for name in (*_ROUNDS, "peaceful"):
             for old in self.directory.glob(f"{name}-*"):
                 if old.name.partition(".")[0] not in kept:
+                    if (checkpoints := RunDirectory(old).checkpoints).is_mount():
+                        # A killed campaign leaves its small disk.
+                        subprocess.run(["umount", str(checkpoints)], check=True)
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def _rounds(self, name: str, queue: deque[Fault], progress: CampaignProgress) -> None:
@@ -145,10 +148,7 @@ class Campaign:
                     return
                 self._round(name, number, queue, progress)
             if not self.result.trials[-1].finished:
-                # One that was given up does not recover, and the next one begins behind what was too much for it.
                 given_up += 1
-                if queue and len(queue) == before:
-                    queue.popleft()
             elif len(queue) == before:
                 # A run that ends before any fault could happen would do so again.
                 break
@@ -168,6 +168,8 @@ class Campaign:
             self.result.skipped += [f"{name}: {store} of {size:,} bytes is too large to copy" for name in needed]
             return {**amounts, **dict.fromkeys(needed, 0)}
         copy = (self.directory / "store").absolute()
+        # Of a campaign that was killed while another store was in its place.
+        shutil.rmtree(aside_of(copy), ignore_errors=True)
         copy_store(store, copy)
         write_other_store(store, self._other_store)
         self._arguments.append(f"data.store={copy}")
@@ -241,7 +243,12 @@ class Campaign:
         reference = self._reference
         if name == "poisoned":
             reference = self._train_with_jumps(f"peaceful-{number:04d}", runner, trial)
-        self._judge(name, before - len(queue), runner, read_lines(reference.metrics), progress)
+        taken = before - len(queue)
+        if queue and not taken and not trial.finished:
+            # One that was given up does not recover, and the next one begins behind what was too much for it.
+            queue.popleft()
+            taken = 1
+        self._judge(name, taken, runner, read_lines(reference.metrics), progress)
 
     def _train_with_jumps(self, name: str, runner: Runner, trial: Trial) -> RunDirectory:
         """An undisturbed run with the jumps of `runner` from its beginning. Undone steps have no counterpart there."""

@@ -245,7 +245,7 @@ def _rank_variables(processes: int) -> dict[str, str]:
     if sys.stderr.isatty():
         with contextlib.suppress(OSError):
             variables[TERMINAL_VARIABLE] = os.ttyname(sys.stderr.fileno())
-    return {**{name: os.environ.get(name, value) for name, value in defaults.items()}, **variables}
+    return {**{name: os.environ.get(name) or value for name, value in defaults.items()}, **variables}
 
 
 @contextlib.contextmanager

@@ -234,4 +234,6 @@ def _unreported(nodes: Sequence[str], rank: int, is_lost: bool, code: int) -> Ra
         summary=f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)} {what} (srun: {how})",
         time_s=time.time(),
         killer=None if is_lost else killer,
+        # Another node may not be lost.
+        exit_code=os.EX_TEMPFAIL if is_lost else None,
     )

@@ -24,11 +24,13 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.files import size_text
 from lightscale.models.adapters import trained_shapes
+from lightscale.parallel.rendezvous.gate import MOST_PENDING
 from lightscale.training.health.check_result import CheckResult
 from lightscale.training.health.control_group import lowest_limit
 
 _FILES, _FILES_PER_RANK = 160, 12
 _LAUNCHER_FILES, _LAUNCHER_FILES_PER_RANK = 64, 8
+_GATE_FILES_PER_RANK = 3
 # Two threads compute with OpenMP, forward and backward, each with its own pool.
 _THREADS, _POOLS = 80, 2
 _ADDRESSES_BYTES, _DATA_BYTES = 2_700 << 20, 1_000 << 20
@@ -144,6 +146,9 @@ def _limits(needs: Needs) -> Iterator[_Limit]:
     # Connections of NCCL are fewer: each rank has neighbours, not all others.
     peers = 0 if needs.on_gpu else needs.num_ranks
     files = max(_FILES + _FILES_PER_RANK * peers, _LAUNCHER_FILES + _LAUNCHER_FILES_PER_RANK * needs.local_ranks)
+    if needs.num_ranks > needs.local_ranks:
+        # Of the host that has the store: the store's sockets, and the gate's before it, also for strangers.
+        files += _GATE_FILES_PER_RANK * needs.num_ranks + MOST_PENDING
     yield _Limit(name="open files", resource=resource.RLIMIT_NOFILE, option="-n", needed=files)
     if os.geteuid() != 0:
         # Root is exempt. All threads of the user count.

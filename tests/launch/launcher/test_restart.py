@@ -5,11 +5,14 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightscale.launch.launcher.failures import RankFailure, located
+from lightscale.launch.launcher.restart import _wall
+from lightscale.launch.slurm.allocation import _unreported
 from lightscale.training.health.heartbeat import Beat
 
 # Several starts of several processes, on a machine that may be busy.
@@ -92,6 +95,14 @@ def test_two_starts_that_end_alike_before_a_step_are_enough(endings: dict[str, E
     assert last.startswith("given up after 2 starts in a row without a new checkpoint; last failure: rank ")
     assert re.search(r"RuntimeError: no thread for process \d+ \(step 0, starting\)$", last)
     assert len({event["reason"] for event in ended.events("failed")}) == 2
+
+
+def test_two_lost_nodes_are_not_alike() -> None:
+    """But for numbers their messages are; the next node may not be lost."""
+    launch: Any = SimpleNamespace(beats={})
+    lost, silent = (_unreported(["gpu07"], 8, is_lost, 1) for is_lost in (True, False))
+    assert _wall(lost, launch) is None
+    assert _wall(silent, launch) == "rank 0: node gpu0 ended without a report (srun: exit code 0)"
 
 
 def test_a_limit_is_met_twice_also_behind_steps(endings: dict[str, Ended]) -> None:

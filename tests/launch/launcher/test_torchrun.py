@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from lightscale.launch.launcher.failures import RankFailure, first_failure
+from lightscale.launch.launcher.torchrun import _rank_variables
 
 # A machine that others use too is slow at times.
 pytestmark = pytest.mark.timeout(300)
@@ -58,6 +59,11 @@ def test_the_ranks_find_the_settings_that_torchrun_needs(endings: dict[str, Ende
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("1", "2", "1")
     assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 30
+
+
+def test_an_empty_number_of_threads_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert int(_rank_variables(2)["OMP_NUM_THREADS"]) >= 1
 
 
 def test_a_crash_shows_the_traceback_of_the_rank_that_failed_and_no_other(endings: dict[str, Ended]) -> None:

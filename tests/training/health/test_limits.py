@@ -14,6 +14,7 @@ import pytest
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.parallel.rendezvous.gate import MOST_PENDING
 from lightscale.training.health import control_group, limits
 from lightscale.training.health.limits import (
     THREADS_VARIABLE,
@@ -93,6 +94,14 @@ def test_all_limits_that_are_too_low_are_named_together(limited: dict[int, tuple
     assert first == "limit: open files: 64; expected at least 184, by `ulimit -n 184`"
     assert second.startswith("limit: address space of a process: 1.07 GB; expected at least 2.83 GB, by `ulimit -v ")
     assert limited[resource.RLIMIT_NOFILE] == (64, 100)
+
+
+def test_the_gate_of_several_hosts_has_sockets_too(limited: dict[int, tuple[int, int]]) -> None:
+    """Three for each rank, and those that strangers may hold."""
+    limited[resource.RLIMIT_NOFILE] = (1024, 1024)
+    require_limits(Needs(local_ranks=8, num_ranks=8, on_gpu=True))
+    with pytest.raises(UserError, match=rf"expected at least {160 + 3 * 512 + MOST_PENDING}, by"):
+        require_limits(Needs(local_ranks=8, num_ranks=512, on_gpu=True))
 
 
 def test_threads_of_an_ordinary_user_are_counted(

@@ -15,6 +15,7 @@ from lightscale.launch.chaos.harness.training import send
 from lightscale.launch.chaos.harness.trial import Bound, Runner
 from lightscale.launch.chaos.harness.verify import DamagedStep
 from lightscale.launch.chaos.preload import power
+from lightscale.launch.chaos.stores import aside_of
 from lightscale.training.health.fault_injection import LOAD_POINTS, InjectedFault
 
 
@@ -31,7 +32,7 @@ class ReplacedStore:
         run.bring_down(lambda: bool(checkpoint_directories(run.training.run.checkpoints)))
         store = run.subject.config.data.store
         assert store is not None, "the campaign tries this on one store"
-        aside = store.with_name(f"{store.name}.aside")
+        aside = aside_of(store)
         store.rename(aside)
         try:
             shutil.copytree(run.subject.other_store, store)
