@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
+from lightscale.config.schema import AdapterConfig
 from lightscale.data_pipeline.augmentation.noise import as_bytes, betas, scaled, signal_shares
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.loading.windows import Batch
@@ -22,6 +24,7 @@ from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
+from lightscale.models.low_rank import add_adapters
 from lightscale.parallel.engine import Engine, more_inputs
 from lightscale.parallel.initialization import draw_weights, named_parameters, normal, set_initializer, zeros
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -323,6 +326,39 @@ def test_two_ranks_equal_one(run_ranks: RunRanks, store: Path, one_rank: dict[st
     cases = [(name, {**axes, **more}) for name, axes, more in drawn]
     cases.append(("lion", {"pipeline": 2, "virtual_stages": 2}))
     check(cases, run_ranks(by_the_engine, 2, store, cases, timeout_s=600), one_rank)
+
+
+def with_adapters(rank: int, world_size: int, init_method: str, path: Path, shares: list[float]) -> list[Any]:
+    """Gradients of adapters whose inputs are dropped by these shares, without recomputation and with both kinds."""
+    found = []
+    with start_mesh(device="cpu", init_method=init_method) as mesh:
+        for share in shares:
+            for recompute in ("none", "selective", "full"):
+                config = transformer_config(MODELS["vit"], mesh, torch.float64, recompute=recompute)
+                chunks = chunks_of(mesh, MODELS["vit"], config)
+                add_adapters(chunks, AdapterConfig(name="lora", r=2, lora_dropout=share), seed=3)
+                for chunk in chunks:
+                    draw_weights(chunk, seed=0, tensor_rank=0, tensor_size=1)
+                    for name, weight in named_parameters(chunk):
+                        if name.endswith("lora_B"):
+                            weight.data.normal_(generator=torch.Generator().manual_seed(1))
+                engine = Engine(chunks, config, mesh, optimizer=AdamW(), num_sources=1)
+                batches = [
+                    replace(batch, places=number * 1000 + torch.arange(len(batch.labels)))
+                    for number, batch in enumerate(loader(path, MODELS["vit"]).next_step())
+                ]
+                engine.forward_backward(batches)
+                found.append({name: one for name, one in parity.gradients(engine).items() if "lora" in name})
+    return found
+
+
+def test_adapters_drop_the_same_in_a_pass_that_is_repeated(run_ranks: RunRanks, store: Path) -> None:
+    ((plain_one, *others, dropped, selective, full),) = run_ranks(with_adapters, 1, store, [0.0, 0.3])
+    assert plain_one and all(one.keys() == plain_one.keys() for one in (*others, dropped, selective, full))
+    for name, gradient in dropped.items():
+        for one in (selective, full):
+            assert parity.error(one[name], gradient) < 1e-10, name
+        assert parity.error(plain_one[name], gradient) > 1e-3, name
 
 
 def test_counts_are_those_of_the_ranks() -> None:

@@ -133,6 +133,12 @@ def test_wrong_requests_are_refused(
 ) -> None:
     monkeypatch.chdir(trained)
     draw = ["draw", "runs/one", "--out", "new.png"]
+    shutil.copytree("runs/one", "runs/never")
+    config = Path("runs/never/config.toml")
+    assert "label_dropout = 0.1" in config.read_text()
+    config.write_text(config.read_text().replace("label_dropout = 0.1", "label_dropout = 0.0"))
+    # As of a store by a stranger.
+    monkeypatch.setattr("lightscale.launch.commands.draw.class_names", lambda _: ["a", "../../up", "b", "c"])
     for words, message in {
         (*draw, "--count", "0"): "--count 0: must be at least 1",
         (*draw, "--guidance", "-1"): "--guidance -1.0: must be a number of at least 0",
@@ -142,6 +148,17 @@ def test_wrong_requests_are_refused(
         (*draw, "--real", "a"): "--real a has no effect without --classifier",
         (*draw, "--classifier", "runs/one"): 'use a run with task.name = "classify-image"',
         (*draw, "--classifier", "runs/judge", "--real", "b"): "no such source; use one of a, a-validation",
+        (*draw, "--classifier", "runs/judge", "--count", "1"): "--count 1: --classifier compares at least 2 drawn",
+        (*draw, "--folder", "crafted", "--class", "1"): "class '../../up' can be no folder's name",
+        (
+            "draw",
+            "runs/never",
+            "--out",
+            "new.png",
+            "--guidance",
+            "2",
+        ): "learned nothing without a class; use --guidance 1",
+        ("resolutions", "runs/one", "--image-sizes", "8x8"): 'use runs with task.name = "classify-image"',
         (*draw, "parallel.sequence=3"): "parallel.sequence",
         ("draw", "runs/one", "--out", "store"): "--out store: the path exists",
         ("draw", "runs/judge", "--out", "new.png"): 'its task.name = "classify-image", which draws nothing',

@@ -5,7 +5,8 @@
 (Linsley et al. 2018, arXiv 1805.08315, section 4; as a sequence of pixels in Long Range Arena, arXiv 2011.04006,
 section 2.4: 32 x 32 pixels are 1,024 tokens; Path-X has 128 x 128, 16,384 tokens.) The rules are theirs: two long
 paths and shorter distractors of dashes, each turned by a small random angle from the one before, that keep a distance
-from each other. The images are not theirs: sizes are shares of the image's side.
+from each other. The images are not theirs: sizes are shares of the image's side, and in every image the ends of one
+path are as far from each other as two ends of different paths, so that the distance of the marks says nothing.
 
 A pixel is a token of 256 shades. Its character is the Braille pattern of its value, so that a text shows something.
 """
@@ -36,6 +37,8 @@ _SHADES = tuple(chr(_FIRST_SHADE + value) for value in range(256))
 _MOST_TRIES, _MOST_STARTS, _MOST_TURNS = 500, 20, 6
 # Shares of the image's side.
 _DASH, _GAP, _THICKNESS, _MARK, _CLEARANCE, _MARGIN = 0.035, 0.02, 0.028, 0.045, 0.08, 0.05
+_ALIKE = 0.02
+"""Most difference between the marks' distances if they are joined and if they are not."""
 _GRAIN = 1024
 """Points lie on a grid of so many places a pixel: the last digits of sines differ between machines."""
 
@@ -88,24 +91,37 @@ class Pathfinder(Generator):
 
     def paths(self, random: Random, *, is_joined: bool) -> tuple[list[Path], tuple[Point, Point]]:
         """The two long paths, then the distractors; and where the marks are."""
-        lengths = [self.contour_length] * 2 + [max(2, self.contour_length // 3)] * self.distractors
         for _ in range(_MOST_TRIES):
-            found: list[Path] = []
-            for length in lengths:
-                path = self._path(random, length, found)
-                if path is None:
-                    break
-                found.append(path)
-            else:
-                first, second = found[:2]
-                ends = (first[0], first[-1]) if is_joined else (first[0], second[-1])
-                # Discs that touch would join two paths.
-                if _apart(*ends) >= 3 * _MARK * self.side:
-                    return found, ends
+            found = self._paths(random, [self.contour_length] * 2, [])
+            if len(found) < 2:
+                continue
+            joined, apart = self._marks(*found)
+            # Discs that touch would join two paths.
+            if _apart(*joined) < 3 * _MARK * self.side or abs(_apart(*joined) - _apart(*apart)) > _ALIKE * self.side:
+                continue
+            found = self._paths(random, [max(2, self.contour_length // 3)] * self.distractors, found)
+            if len(found) == 2 + self.distractors:
+                return found, joined if is_joined else apart
         raise UserError(
             f"--side {self.side}: none of {_MOST_TRIES} images has room for --contour-length {self.contour_length} and "
             f"--distractors {self.distractors}; use shorter or fewer paths"
         )
+
+    def _paths(self, random: Random, lengths: Sequence[int], found: Sequence[Path]) -> list[Path]:
+        """``found`` and paths of so many dashes each; fewer where one has no place."""
+        paths = list(found)
+        for length in lengths:
+            path = self._path(random, length, paths)
+            if path is None:
+                break
+            paths.append(path)
+        return paths
+
+    def _marks(self, first: Path, second: Path) -> tuple[tuple[Point, Point], tuple[Point, Point]]:
+        """Both ends of ``first``; and an end of each path, whose distance is nearest to theirs."""
+        joined = first[0], first[-1]
+        pairs = [(one, other) for one in joined for other in (second[0], second[-1])]
+        return joined, min(pairs, key=lambda pair: abs(_apart(*pair) - _apart(*joined)))
 
     def _path(self, random: Random, length: int, others: Sequence[Path]) -> Path | None:
         """A path of so many dashes apart from the others; None: no place was found."""

@@ -10,9 +10,11 @@ from lightscale.config.arithmetic import near_multiple
 from lightscale.config.model import ModelConfig
 from lightscale.config.tasks import task_class
 from lightscale.data_pipeline.store.format import LABEL
+from lightscale.data_pipeline.store.several_stores import same_classes
 from lightscale.data_pipeline.store.token_store import TokenSource, TokenStore
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun
+from lightscale.evaluation.prediction.request import class_names
 from lightscale.tasks.classify import check_labels
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
@@ -81,8 +83,9 @@ def check_request(
             raise UserError(f"{option} {value}: must be at least 1")
     for run in runs:
         where = f'{run.directory.path}: its task.name = "{run.config.task.name}"'
-        if not task_class(run.config.task.name).reads_images:
-            raise UserError(f"{where}, which reads texts; use a run of images")
+        task = task_class(run.config.task.name)
+        if not (task.reads_images and task.predicts_labels):
+            raise UserError(f'{where}; use runs with task.name = "classify-image"')
         for size in sizes:
             image_grid("--image-sizes", size, run.config.model)
     opened, name = _store(runs[0], store, source)
@@ -99,6 +102,13 @@ def check_request(
                 f"{model.patches.channels}; use a store of such images (--store)"
             )
         check_labels(LABEL, opened, found, model.head.num_labels)
+        names, others = class_names(run), opened.classes.get(LABEL)
+        # Without names there are only numbers.
+        if names and others and names != others:
+            raise UserError(
+                f"{opened.title}: its classes are not those of {run.directory.path} ({', '.join(names[:5])}, …); "
+                f"{same_classes(opened)}"
+            )
     return ResolutionRequest(
         runs=runs,
         sizes=[image_size("--image-sizes", size) for size in sizes],
@@ -113,6 +123,8 @@ def _store(run: ChosenRun, store: Path | None, source: str | None) -> tuple[Toke
     """The store, and the name of its source of images."""
     data = run.config.data
     validation = list(data.validation.values())
+    if store is None and source is None and validation:
+        store = validation[0].store
     if store is None:
         paths = data.store_paths
         if len(paths) > 1:

@@ -33,6 +33,7 @@ from lightscale.tasks.diffusion import DiffusionTaskConfig
 
 NAME = "draw"
 _MOST_COLUMNS = 20
+_LEAST_JUDGED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +110,12 @@ def _asked(args: argparse.Namespace) -> DrawingRequest:
         known = ", ".join(config.optimizer.ema) or "none"
         raise UserError(f"--ema {args.ema}: {chosen.directory.path} keeps no such average; optimizer.ema has: {known}")
     names = class_names(chosen)
+    if args.folder is not None:
+        for name in names:
+            if not name.isprintable() or name in ("", ".", "..") or "/" in name:
+                raise UserError(
+                    f"--folder: {chosen.directory.classes}: class {name!r} can be no folder's name; use --out alone"
+                )
     classes = _classes(args, chosen, names)
     return DrawingRequest(
         chosen=chosen,
@@ -136,6 +143,12 @@ def _chosen(run: str, args: argparse.Namespace) -> ChosenRun:
 def _sampler(args: argparse.Namespace, chosen: ChosenRun, task: DiffusionTaskConfig) -> Sampler:
     if args.steps > task.timesteps:
         raise UserError(f"--steps {args.steps}: the run has task.timesteps = {task.timesteps}; use at most these")
+    untrained = {0.0: "without a class", 1.0: "with one"}.get(task.label_dropout)
+    if untrained is not None and args.guidance != 1 - task.label_dropout:
+        raise UserError(
+            f"--guidance {args.guidance:g}: with task.label_dropout = {task.label_dropout:g} the run learned nothing "
+            f"{untrained}; use --guidance {1 - task.label_dropout:g}, or a run with another task.label_dropout"
+        )
     patches, diffusion = chosen.config.model.patches, chosen.config.model.diffusion
     assert patches is not None and diffusion is not None, "checked with the configuration"
     ends = np.array([[0], [255]], dtype=np.uint8).repeat(patch_numbers(patches), axis=1)
@@ -192,6 +205,9 @@ def _judge(args: argparse.Namespace, drawing: ChosenRun) -> Judge | None:
     source = args.real or next(iter(known.training_weights()))
     if source not in known.sources:
         raise UserError(f"--real {source}: {store} has no such source; use one of {', '.join(known.sources)}")
+    for option, count in (("--count", args.count), (f"--real {source}:", known.sources[source].num_documents)):
+        if count < _LEAST_JUDGED:
+            raise UserError(f"{option} {count}: --classifier compares at least {_LEAST_JUDGED} drawn and real images")
     return Judge(chosen=chosen, source=source, store=store)
 
 
@@ -199,7 +215,7 @@ def _start(args: argparse.Namespace) -> int:
     asked = _asked(args)
     config = asked.chosen.config
     processes = num_processes(config, args.processes)
-    check_ranks(config, processes)
+    _check_ranks(asked, processes)
     print("loading PyTorch and Megatron …", file=sys.stderr, flush=True)
     if processes > 1:
         words = rank_words(args, options={"classes": "--class"})
@@ -208,11 +224,17 @@ def _start(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_ranks(asked: DrawingRequest, world_size: int) -> None:
+    check_ranks(asked.chosen.config, world_size)
+    if asked.judge is not None:
+        check_ranks(asked.judge.chosen.config, world_size)
+
+
 def _rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """The work of one rank."""
     join(environment)
     asked = _asked(args)
-    check_ranks(asked.chosen.config, environment.world_size)
+    _check_ranks(asked, environment.world_size)
     preload().draw(asked)
     return 0
 

@@ -34,7 +34,7 @@ class DiffusionLayer(DecoderLayer):
         x, normed = self.pre_mlp_layernorm(x, gate * mixed)
         given = modulated(normed, glu_shift, glu_scale)
         if self.recompute_mlp:
-            output, _ = tensor_parallel.checkpoint(partial(self.mlp, padding_mask=None), False, given)
+            output, _ = tensor_parallel.checkpoint(partial(self._mlp, context), False, given)
         else:
             output, _ = self.mlp(given)
         return x, glu_gate * output

@@ -46,8 +46,6 @@ class DecoderLayer(TransformerLayer):
 
     def pair(self, hidden_states: Tensor, added: Tensor | None, context: SequenceContext) -> Stream:
         """The stream behind the block."""
-        if self.tell is not None:
-            self.tell(context)
         x, given = self.mixer_input((hidden_states, added))
         mixed, _ = self.self_attention(given, None, packed_seq_params=context)
         added = self._output(self.self_attn_bda, mixed)
@@ -83,6 +81,8 @@ class DecoderLayer(TransformerLayer):
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
         """The whole stream and None, as Megatron's recomputation calls it; with ``in_parts`` the pair."""
+        if self.tell is not None:
+            self.tell(packed_seq_params)
         stream = self.pair(hidden_states, added, packed_seq_params)
         return stream if in_parts else (whole(stream), None)
 
