@@ -698,6 +698,10 @@ class RunConfig(Section):
                 'task.stage = "layers" trains whole mixers, and [adapter] keeps them frozen; remove [adapter], or use '
                 'task.stage = "logits"'
             )
+        if self.optimizer.ema:
+            raise ValueError(
+                "optimizer.ema averages whole models, and [adapter] trains parts of them; set optimizer.ema = {}"
+            )
 
     def _check_images(self) -> None:
         """Raise ValueError unless a sequence is one image."""

@@ -67,6 +67,8 @@ def average(chosen: Sequence[ChosenRun], target: Path, *, ema: str | None = None
             blocks=_means([one.tensors for one in opened]),
             step=source.step,
             tokens=source.tokens,
+            # A mean with one that mistook parameters is as wrong as that.
+            numbering=min(one.numbering for one in opened),
             reason=f"{'mean' if ema is None else f'average {ema}'} of {names}",
         )
     return RunDirectory(target).checkpoints / directory_name(source.step, "weights")
@@ -79,6 +81,7 @@ class _Source:
     path: Path
     step: int
     tokens: int
+    numbering: str
     tensors: StoredTensors
 
 
@@ -102,7 +105,8 @@ def _opened(chosen: ChosenRun, ema: str | None) -> _Source:
         tensors = StoredTensors(path, read_headers(path, manifest), prefix=prefix)
         if tensors.shapes() != dict(sorted(parameter_shapes(chosen.config.model).items())):
             raise UserError(f"{path} is of another model than {chosen.directory.config}")
-        return _Source(path=path, step=name.step, tokens=data["tokens"], tensors=tensors)
+        numbering = manifest.facts.get("numbering", "")
+        return _Source(path=path, step=name.step, tokens=data["tokens"], numbering=numbering, tensors=tensors)
     if refused:
         raise UserError("no intact checkpoint:\n" + "\n".join(f"  {line}" for line in refused))
     of_step = "" if chosen.step is None else f" of step {chosen.step}"

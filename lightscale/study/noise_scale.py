@@ -37,7 +37,7 @@ class NoiseScale:
 def read_noise_scale(run: RunDirectory, *, last: int | None = None) -> NoiseScale:
     """Of the ``last`` measured steps of a run; None: of all. UserError where fewer than 2 steps are measured."""
     lines = kept_lines(read_lines(run.events), read_lines(run.metrics))
-    measured = [line for line in lines if "gradient_noise" in line][-last if last else None :]
+    measured = [line for line in lines if "gradient_noise" in line and "skipped" not in line][-last if last else None :]
     if len(measured) < _LEAST_STEPS:
         raise UserError(
             f"{run.path}: {len(measured)} steps with a measurement of the gradient noise are too few; train with "

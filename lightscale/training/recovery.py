@@ -8,10 +8,12 @@ Checkpoints and events on disk alone decide where a run continues. A crash at an
 as no crash.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
@@ -36,7 +38,8 @@ from lightscale.training.branch import parent_of
 from lightscale.training.build import start_again
 from lightscale.training.checkpoints.directories import CheckpointName, adopt, list_checkpoints, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
-from lightscale.training.checkpoints.manifest import hash_file
+from lightscale.training.checkpoints.manifest import hash_file, read_manifest
+from lightscale.training.checkpoints.reading import DamagedCheckpoint
 from lightscale.training.checkpoints.restore import Checkpoints, LostCheckpoints, Restored
 from lightscale.training.health.copies import check_copies
 from lightscale.training.health.guard import Guard
@@ -136,10 +139,22 @@ class Recovery:
         )
 
     def _tokens_per_step(self) -> int | None:
-        """Of all steps of the run; None where the batch was changed between two of them, with ``--allow-change``."""
-        events = self._ranks.on_first(lambda: read_lines(self._directory.events))
-        changed = {key for event in events if event["event"] == "configuration_changed" for key in event["changes"]}
-        return None if changed & _DECIDE_TOKENS else self._loader.tokens_per_step
+        """Of all steps of the run; None where two of them differ, also of its parents, or where a parent is gone."""
+        return self._ranks.on_first(self._only_tokens_per_step)
+
+    def _only_tokens_per_step(self) -> int | None:
+        config, directory = self._config, self._directory
+        while True:
+            events = read_lines(directory.events)
+            changed = {key for event in events if event["event"] == "configuration_changed" for key in event["changes"]}
+            if changed & _DECIDE_TOKENS or config.tokens_per_step != self._config.tokens_per_step:
+                return None
+            if (parent := parent_of(config)) is None:
+                return self._config.tokens_per_step
+            directory, _ = parent
+            if not directory.config.exists():
+                return None
+            config = load(directory.config)
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, or that of ``train.branch_from``, or the weights of ``train.init_from``.
@@ -220,8 +235,8 @@ class Recovery:
         # All data between the checkpoint and here, not only that of the skipped steps: which batch did the damage is
         # not known, and it may have been one before the first bad loss.
         loader, journal = self._loader, self._journal
-        at_tokens = target * loader.tokens_per_step
-        end_tokens = self._config.total_steps * loader.tokens_per_step
+        at_tokens = self._tokens_after(target, [name for name in names if name.step == target])
+        end_tokens = loader.tokens + (self._config.total_steps - last) * loader.tokens_per_step
         skip_tokens = loader.skips.length_back_to(at_tokens, loader.tokens, end_tokens)
         journal.event(SKIP_EVENT, at_tokens=at_tokens, skip_tokens=skip_tokens, first_step=target + 1, last_step=last)
         # The skip once more: one damaged line of the record must not bring its data back.
@@ -235,6 +250,19 @@ class Recovery:
             loader.tokens, loader.skips = 0, SkippedRanges()
             self._guard.load_state_dict(Guard(self._config.guard).state_dict())
         return self.resume()
+
+    def _tokens_after(self, step: int, checkpoints: Sequence[CheckpointName]) -> int:
+        """Tokens consumed after ``step``, which has ``checkpoints``: steps before may have had another batch."""
+
+        def recorded() -> int:
+            for name in checkpoints:
+                # Of a damaged one ``resume`` says so, and goes further back.
+                with contextlib.suppress(DamagedCheckpoint):
+                    facts = read_manifest(self._checkpoints.directory / name.directory).facts
+                    return int(facts.get("tokens", step * self._loader.tokens_per_step))
+            return step * self._loader.tokens_per_step
+
+        return self._ranks.on_first(recorded)
 
     def _check_rollbacks(self, reason: str, first: int, target: int) -> None:
         own: list[tuple[int, int]] = self._ranks.on_first(lambda: own_skips(self._directory.path))
@@ -289,7 +317,7 @@ class Recovery:
             run.checkpoints,
             self._engine.mesh,
             parts=list(self._state),
-            tokens_per_step=self._loader.tokens_per_step,
+            tokens_per_step=self._tokens_per_step(),
             has_own_embedding_std=_has_own_embedding_std(self._config.model),
         )
         try:
@@ -322,7 +350,9 @@ class Recovery:
         source = Checkpoints(RunDirectory(name).checkpoints, self._engine.mesh, parts=["data"])
         try:
             kept, lines = self._ranks.on_first(lambda: kept_weights(self._config))
-            restored = source.restore(self._engine, step=int(step), weights_only=True, conversion=kept)
+            restored = source.restore(
+                self._engine, step=int(step), weights_only=True, conversion=kept, allow=self._allow
+            )
         except UserError as error:
             raise UserError(f'train.init_from = "{self._config.train.init_from}": {error}') from None
         assert restored is not None, "the checkpoint is missing"

@@ -413,8 +413,9 @@ class Trainer:
             if sums.z_loss is not None:
                 more["z_loss"] = sums.z_loss / max(sums.tokens, 1)
             groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
-            if noise is not None:
-                groups |= noise.result(sums.tokens, grad_norm)
+            # The spike that a guard rejects is no part of what is trained.
+            if noise is not None and skipped is None:
+                groups |= noise.result(sums.tokens, grad_norm, tokens=self.config.tokens_per_step)
             if measures_logits or self.config.optimizer.qk_clip is not None:
                 groups["largest_logit"] = self._logits_by_layer()
             metrics.log_step(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import lightscale
 from lightscale.config.files import load
+from lightscale.errors import UserError
 from lightscale.models.adapters import trained_shapes
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name
@@ -88,6 +89,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     prepared(folder)
     return folder
+
+
+def test_averages_of_adapters_are_refused(folder: Path) -> None:
+    """No command could read them."""
+    with pytest.raises(UserError, match=r"optimizer\.ema averages whole models"):
+        load(folder / "run.toml", [*ADAPTER, "adapter.name=lora", "optimizer.ema={slow = 0.9}"])
 
 
 @pytest.mark.timeout(600)

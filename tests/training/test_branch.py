@@ -223,6 +223,22 @@ def test_data_that_the_parent_skipped_and_a_rollback(
         assert step_content(own, step).samples == step_content(plain, data).samples, step
 
 
+def test_a_branch_with_another_batch_rolls_back_to_its_parents_tokens(
+    parent: RunDirectory, workplace: Path, run_ranks: RunRanks
+) -> None:
+    """Steps before and behind the branch have other numbers of tokens: none of a checkpoint follows from its step."""
+    batch = 2 * load(parent.config).train.global_batch_size
+    words = ["--anneal", "3", "--step", "8", f"train.global_batch_size={batch}", "guard.max_skips=1"]
+    allow = ["--allow-change=train.global_batch_size", "--allow-change=guard", "--run", "runs/larger"]
+    (results,) = run_ranks(with_a_bad_step, 1, str(workplace), [["train", "runs/parent", *words, *allow]])
+    assert [code for code, _ in results] == [0], results
+    larger = RunDirectory(workplace / "runs/larger")
+    (skip,) = [event for event in read_lines(larger.events) if event["event"] == SKIP_EVENT]
+    assert (skip["at_tokens"], skip["skip_tokens"]) == (8 * STEP_TOKENS, 2 * STEP_TOKENS)
+    kept = {one["step"]: one["tokens"] for one in read_metrics(larger.metrics)}
+    assert kept == {step: 8 * STEP_TOKENS + (step - 8) * 2 * STEP_TOKENS for step in (9, 10, 11)}
+
+
 def test_constants_of_the_parents_length_stay(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """AdEMAMix's slow mean warms up over the length of the run, here 12 steps; a branch ends after 10 or 20."""
     monkeypatch.chdir(workplace)

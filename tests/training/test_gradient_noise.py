@@ -65,7 +65,7 @@ def test_the_scale_of_drawn_gradients_is_the_one_they_are_drawn_with() -> None:
         batches = engine.step([7, 5, 9, 11])
         noise = GradientNoise(engine, batches)  # type: ignore[arg-type]
         whole = engine.forward_backward(batches)
-        lines.append({"step": step, **noise.result(whole.tokens, engine.gradient_norm())})
+        lines.append({"step": step, **noise.result(whole.tokens, engine.gradient_norm(), tokens=whole.tokens)})
     found = noise_scale(lines)
     signal, covariance = float(np.sum(true**2)), float(np.sum(deviations**2))
     assert found.signal == pytest.approx(signal, rel=0.05)
@@ -84,8 +84,18 @@ def test_without_a_gradient_there_is_no_scale() -> None:
 def test_norms_that_say_nothing_give_nothing() -> None:
     engine = Drawn(np.ones(3), np.ones(3))
     noise = GradientNoise(engine, engine.step([4, 4]))  # type: ignore[arg-type]
-    assert noise.result(8, float("inf")) == {}
-    assert noise.result(4, 1.0) == {}, "a step of one micro-batch has no second size"
+    assert noise.result(8, float("inf"), tokens=8) == {}
+    assert noise.result(4, 1.0, tokens=8) == {}, "a step of one micro-batch has no second size"
+
+
+def test_the_scale_is_in_tokens_also_where_few_labels_count() -> None:
+    """As answers among questions: the same gradients of a tenth of the tokens ask for the same share of a step."""
+    engine = Drawn(np.ones(3), np.ones(3))
+    noise = GradientNoise(engine, batches := engine.step([4, 4]))  # type: ignore[arg-type]
+    norm = (engine.forward_backward(batches), engine.gradient_norm())[1]
+    all_count, few_count = (noise.result(8, norm, tokens=tokens)["gradient_noise"] for tokens in (8, 80))
+    assert few_count["signal"] == all_count["signal"]
+    assert few_count["noise"] == pytest.approx(10 * all_count["noise"])
 
 
 def batches_of(mesh: Mesh) -> list[Any]:
@@ -111,7 +121,7 @@ def on_ranks(rank: int, world_size: int, init_method: str, layouts: list[Any]) -
             before, batches = tiny.weights(engine), batches_of(mesh)
             noise = GradientNoise(engine, batches)
             sums = engine.forward_backward(batches)
-            result = noise.result(sums.tokens, engine.gradient_norm())
+            result = noise.result(sums.tokens, engine.gradient_norm(), tokens=sums.tokens)
             engine.apply(tiny.LR)
             other = tiny.engine_in(mesh, **MODEL)
             other.forward_backward(batches)
@@ -177,6 +187,8 @@ def test_the_command_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         {"step": step, "attempt": 1, "loss": 1.0, "step_s": 1.0, "gradient_noise": {"signal": 2.0, "noise": 960.0}}
         for step in (1, 2)
     ]
+    # Records of steps that a guard skipped had it once.
+    lines.append({**lines[0], "step": 3, "skipped": "spike", "gradient_noise": {"signal": 4e4, "noise": 1.0}})
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (tmp_path / "events.jsonl").write_text("")
     assert main(["noise-scale", str(tmp_path), "--json"]) == 0

@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightscale.config.files import to_toml
 from lightscale.config.schema import RunConfig
@@ -13,6 +14,7 @@ from lightscale.data_pipeline.whole_files import write_json
 from lightscale.parallel.shards import Box, Shape
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import (
+    NUMBERING,
     STATE,
     TENSORS,
     WEIGHTS_PREFIX,
@@ -37,6 +39,7 @@ def write_run(
     step: int,
     tokens: int,
     reason: str,
+    numbering: str = NUMBERING,
 ) -> None:
     """Write into the empty ``directory``.
 
@@ -46,6 +49,7 @@ def write_run(
         blocks: their bytes, fp32, one weight after another in the order of ``shapes``.
         step, tokens: of the checkpoint.
         reason: where the weights come from.
+        numbering: as in the manifest of the checkpoints that they come from.
     """
     run = RunDirectory(directory)
     run.config.write_text(to_toml(config), encoding="utf-8")
@@ -56,12 +60,13 @@ def write_run(
     if chat is not None:
         write_json(run.chat, chat.description())
     run.checkpoints.mkdir()
-    _write_weights(run.checkpoints / directory_name(step, "weights"), shapes, blocks, step, tokens, tokenizer.sha256)
+    facts = {"step": step, "tokens": tokens, "tokenizer": tokenizer.sha256, "numbering": numbering}
+    _write_weights(run.checkpoints / directory_name(step, "weights"), shapes, blocks, facts)
     run.write_status("finished", reason=reason, step=step, tokens=tokens)
 
 
 def _write_weights(
-    path: Path, shapes: Mapping[str, Shape], blocks: Iterable[memoryview], step: int, tokens: int, tokenizer: str
+    path: Path, shapes: Mapping[str, Shape], blocks: Iterable[memoryview], facts: Mapping[str, Any]
 ) -> None:
     path.mkdir()
     boxes = [
@@ -71,13 +76,12 @@ def _write_weights(
     name = f"{rank_stem(0)}{TENSORS}"
     header = memoryview(write_header([(box, "F32") for box in boxes]))
     files = {name: write_blocks(path / name, (block for part in ([header], blocks) for block in part))}
-    state = {"step": step, "data": {"tokens": tokens, "fingerprint": {"tokenizer": tokenizer}}}
+    data = {"tokens": facts["tokens"], "fingerprint": {"tokenizer": facts["tokenizer"]}}
+    state = {"step": facts["step"], "data": data}
     files[STATE] = write_synced(path / STATE, json.dumps(state).encode())
     facts = {
-        "step": step,
+        **facts,
         "contents": "weights",
-        "tokens": tokens,
-        "tokenizer": tokenizer,
         "layout": {"tensor": 1, "pipeline": 1, "sequence": 1, "data": 1},
         "versions": environment(),
         "hosts": [socket.gethostname()],

@@ -23,6 +23,8 @@ STATE = "state.json"
 TENSORS = ".safetensors"
 WEIGHTS_PREFIX = "model."
 """Begins the keys of weights; those of moments begin with their own names."""
+NUMBERING = "by parameter"
+"""In manifests, of weights that are surely under their own names (``restore._check_numbering``)."""
 # Matched as a whole: step-N.tmp (unfinished) and step-N.bad (put aside) are no checkpoints.
 _NAME = re.compile(r"step-(\d{8})(-weights)?", re.ASCII)
 

@@ -34,6 +34,7 @@ from lightscale.parallel.optimizer_spec import AVERAGE, average_state
 from lightscale.parallel.shards import TensorShard, copy_overlap, moved_rows
 from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
+    NUMBERING,
     STATE,
     WEIGHTS_PREFIX,
     CheckpointName,
@@ -246,7 +247,7 @@ class Checkpoints:
 
         A run's own checkpoints, or those that it begins from: the groups of this engine stand for the writer's.
         """
-        if manifest.facts.get("numbering") == "by parameter" or is_named("optimizer.groups", allow):
+        if manifest.facts.get("numbering") == NUMBERING or is_named("optimizer.groups", allow):
             return
         mixes = self._ranks.on_all(lambda: engine.optimizer is not None and engine.optimizer.mixes_dtypes)
         if any(mixes):

@@ -30,6 +30,7 @@ from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.shards import Box, Shape, TensorShard, copy_overlap, fault_of_cover
 from lightscale.training.checkpoints.directories import (
+    NUMBERING,
     STATE,
     TENSORS,
     WEIGHTS_PREFIX,
@@ -377,7 +378,7 @@ class Saver:
             # Of parameters that several stages hold; earlier versions, which do not say it, could draw them apart.
             "stage_copies": "equal",
             # Of fp32 weights and state; earlier versions could save one parameter's under another's name.
-            "numbering": "by parameter",
+            "numbering": NUMBERING,
             "versions": environment(),
             "hosts": [host for host, _, _ in own],
         }

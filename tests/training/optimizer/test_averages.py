@@ -17,7 +17,7 @@ from lightscale.config.files import load
 from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows
 from lightscale.runs.run_directory import RunDirectory
-from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.checkpoints.directories import NUMBERING, directory_name
 from lightscale.training.checkpoints.reader import read_headers, verify
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
@@ -132,6 +132,9 @@ def test_an_average_of_training_becomes_a_run(
     assert main(["average", str(run.path), "--ema", "slow", "--to", str(tmp_path / "slow")]) == 0
     assert "evaluate, generate and export take" in capsys.readouterr().err
     made = weights(tmp_path / "slow" / "checkpoints" / directory_name(4, "weights"), 4)
+    # Else a run with fp32 and bf16 parameters could not begin from it in bf16.
+    for path in (kept, tmp_path / "slow/checkpoints" / directory_name(4, "weights")):
+        assert verify(path, 4).facts["numbering"] == NUMBERING
     expected = weights(kept, 4, "ema_slow.")
     assert made.keys() == expected.keys()
     assert all(made[key].equal(expected[key]) for key in made)
