@@ -79,8 +79,10 @@ class MicroBatchSums(NamedTuple):
 class Objective(ABC):
     """A loss that is no sum over tokens."""
 
-    def begin(self, engine: "Engine", batches: Sequence[MicroBatch]) -> None:  # noqa: B027 - most need none
-        """Called by all ranks before the passes over ``batches``."""
+    def begin(  # noqa: B027 - most need none
+        self, engine: "Engine", batches: Sequence[MicroBatch], advance: Callable[[], None] = lambda: None
+    ) -> None:
+        """Called by all ranks before the passes over ``batches``; it calls ``advance`` before each of its own."""
 
     @abstractmethod
     def __call__(self, batch: MicroBatch, losses: Tensor, *, top: bool) -> MicroBatchSums:
@@ -312,7 +314,7 @@ class Engine:
             # Interleaved stages take groups of as many as there are stages; micro-batches that count nothing fill them.
             batches = [*batches, *[uncounted(batches[-1])] * (-len(batches) % self.mesh.pipeline)]
         if self.objective is not None:
-            self.objective.begin(self, batches)
+            self.objective.begin(self, batches, advance)
         for chunk in self.chunks:
             chunk.eval()
         if top and any(model.ddp_config.overlap_param_gather for model in self.models):

@@ -9,7 +9,7 @@ pairs: its documents are the chosen and the rejected answer in turn, which token
 document that sequence ranks share are sums over these ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -126,7 +126,7 @@ class PreferenceObjective(Objective):
         self.task, self.mesh, self.reference = task, mesh, reference
         self._of_reference: dict[int, Tensor] = {}
 
-    def begin(self, engine: Engine, batches: Sequence[MicroBatch]) -> None:
+    def begin(self, engine: Engine, batches: Sequence[MicroBatch], advance: Callable[[], None] = lambda: None) -> None:
         """Ask the reference about ``batches``; collective over all ranks of a stage's pipeline."""
         self._of_reference = {}
         if not self.task.has_reference:
@@ -134,7 +134,7 @@ class PreferenceObjective(Objective):
         recorder = Recorder()
         asked = engine if self.reference is None else self.reference
         with _asks(asked, recorder), nullcontext() if self.reference else without_adapters(engine.chunks):
-            asked.forward_only(batches)
+            asked.forward_only(batches, advance=advance)
         self._of_reference = recorder.found
 
     def __call__(self, batch: MicroBatch, losses: Tensor, *, top: bool) -> MicroBatchSums:

@@ -80,6 +80,7 @@ REFUSED = [
     ["draw", "folder", "--out", LONG],
     ["draw", "folder", "--out", "pipe"],
     ["draw", "folder", "--out", "picture.png", "--count", ENDLESS],
+    ["draw", "folder", "--out", "picture.png", "--seed", ENDLESS],
     ["draw", "folder", "--out", "picture.png", "--guidance", "nan"],
     ["monitor", LONG],
     ["monitor", "folder", "--port", "99999999"],

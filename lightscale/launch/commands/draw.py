@@ -34,6 +34,7 @@ from lightscale.tasks.diffusion import DiffusionTaskConfig
 NAME = "draw"
 _MOST_COLUMNS = 20
 _LEAST_JUDGED = 2
+_LARGEST_SEED = 2**64 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +91,8 @@ def _asked(args: argparse.Namespace) -> DrawingRequest:
     for name, number in least.items():
         if (value := getattr(args, name)) is not None and value < number:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {number}")
+    if args.seed > _LARGEST_SEED:
+        raise UserError(f"--seed {args.seed}: must be at most {_LARGEST_SEED}")
     if not 0 <= args.guidance < float("inf"):
         raise UserError(f"--guidance {args.guidance}: must be a number of at least 0")
     for option in ("out", "folder"):
