@@ -28,6 +28,7 @@ from lightscale.config.files import difference, load
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck, check_detection, checkpoint_directories
+from lightscale.launch.chaos.faults.replaced import aside_of
 from lightscale.launch.chaos.harness.costs import over_bound
 from lightscale.launch.chaos.harness.keeping import CampaignProgress, Judged
 from lightscale.launch.chaos.harness.training import Training
@@ -35,7 +36,7 @@ from lightscale.launch.chaos.harness.trial import Fault, Runner, Subject, Trial
 from lightscale.launch.chaos.harness.verify import SKIPPED, Lines, Verdict, judge, jumps, undone
 from lightscale.launch.chaos.preload.control import Control, problem
 from lightscale.launch.chaos.schedule import WITH_LIBRARY, WITH_STORES, Where, schedule
-from lightscale.launch.chaos.stores import LARGEST_STORE_BYTES, aside_of, copy_store, num_bytes, write_other_store
+from lightscale.launch.chaos.stores import LARGEST_STORE_BYTES, copy_store, num_bytes, write_other_store
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 # A start, a step and a save take far less. How long a rank may be silent differs from phase to phase.

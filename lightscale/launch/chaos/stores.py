@@ -21,11 +21,6 @@ def copy_store(store: Path, copy: Path) -> None:
     shutil.copytree(store, copy)
 
 
-def aside_of(copy: Path) -> Path:
-    """Where the store `copy` is while another one has its place."""
-    return copy.with_name(f"{copy.name}.aside")
-
-
 def write_other_store(store: Path, other: Path) -> None:
     """Create `other` as if prepared from other tokens, with other hashes."""
     copy_store(store, other)

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from lightscale.errors import UserError
@@ -15,8 +16,12 @@ from lightscale.launch.chaos.harness.training import send
 from lightscale.launch.chaos.harness.trial import Bound, Runner
 from lightscale.launch.chaos.harness.verify import DamagedStep
 from lightscale.launch.chaos.preload import power
-from lightscale.launch.chaos.stores import aside_of
 from lightscale.training.health.fault_injection import LOAD_POINTS, InjectedFault
+
+
+def aside_of(copy: Path) -> Path:
+    """Where the store `copy` is while another one has its place."""
+    return copy.with_name(f"{copy.name}.aside")
 
 
 @dataclass(frozen=True, kw_only=True)
