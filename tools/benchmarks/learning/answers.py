@@ -1,6 +1,6 @@
 """From a small natural corpus to a model that answers: pretraining, fine-tuning on conversations, the same by LoRA.
 
-The base is trained on the reference pages of Python's ``help()``. All of its weights, and then adapters alone, are
+The base is trained on the text of Python's standard library. All of its weights, and then adapters alone, are
 trained on generated conversations. The share of right answers is that of held-out conversations, none of whose
 questions is in the training.
 """
@@ -26,12 +26,6 @@ from lightscale.evaluation.inference.prompts import Sampling
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.adapters import trained_shapes
 
-TEXTS = """\
-tokenizer = "tokenizer.json"
-validation = 0.1
-[sources.texts]
-paths = ["texts"]
-"""
 TALKS = """\
 tokenizer = "tokenizer.json"
 validation = 0.01
@@ -56,7 +50,7 @@ init_std = 0.08                # about 1 / sqrt(hidden_size), as a short run has
 [data]
 store = "data/texts"
 sequence_length = 256
-validation = {{ held-out = {{ source = "texts-validation" }} }}
+validation = {{ held-out = {{ source = "stdlib-validation" }} }}
 [optimizer]
 lr = 3e-3
 schedule = "cosine"
@@ -116,12 +110,16 @@ def prepare(folder: Path, count: int) -> None:
     Raises:
         UserError: ``folder`` has another number of conversations, or a store cannot be prepared.
     """
-    missing = {name: text for name, text in (("texts", TEXTS), ("talks", TALKS)) if not Path(f"data/{name}").exists()}
-    if "talks" in missing:
+    commands = {
+        "texts": ["--corpus", "stdlib", "--tokenizer", "tokenizer.json", "--validation", "0.02"],
+        "talks": ["talks.toml"],
+    }
+    missing = [name for name in commands if not Path(f"data/{name}").exists()]
+    if missing:
         write_corpora(folder, count)
-    for name, text in missing.items():
-        Path(f"{name}.toml").write_text(text, encoding="utf-8")
-        run_lightscale("data", "prepare", f"{name}.toml", "--out", f"data/{name}")
+        Path("talks.toml").write_text(TALKS, encoding="utf-8")
+    for name in missing:
+        run_lightscale("data", "prepare", *commands[name], "--out", f"data/{name}")
     with Path("talks.jsonl").open(encoding="utf-8") as lines:
         there = sum(1 for _ in lines)
     if there != count:
@@ -197,9 +195,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--talks", type=positive, default=20_000, metavar="N", help="conversations to learn from (default 20000)")
     add("--held-out", type=positive, default=200, metavar="N", help="held-out conversations (default 200)")
-    add("--base-steps", type=positive, default=400, metavar="N", help="steps of pretraining (default 400)")
-    add("--steps", type=positive, default=1000, metavar="N", help="steps of fine-tuning (default 1000)")
+    add("--base-steps", type=positive, default=2000, metavar="N", help="steps of pretraining (default 2000)")
+    add("--steps", type=positive, default=1500, metavar="N", help="steps of fine-tuning (default 1500)")
     add("--rate", type=float, default=2e-3, metavar="LR", help="its peak learning rate (default 2e-3)")
-    add("--lora-steps", type=positive, default=2000, metavar="N", help="steps of LoRA (default 2000)")
+    add("--lora-steps", type=positive, default=2500, metavar="N", help="steps of LoRA (default 2500)")
     add("--lora-rate", type=float, default=1e-2, metavar="LR", help="its peak learning rate (default 1e-2)")
     add("--folder", type=Path, help="where its files and runs are kept; the same folder goes on (default: none are)")

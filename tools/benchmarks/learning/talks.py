@@ -9,24 +9,14 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-WORDS = [
-    "apple",
-    "bread",
-    "cake",
-    "egg",
-    "fig",
-    "ham",
-    "jam",
-    "kiwi",
-    "lime",
-    "milk",
-    "nut",
-    "oil",
-    "pear",
-    "rice",
-    "salt",
-    "tea",
-]
+_FOOD = """
+apple bread cake egg fig ham jam kiwi lime milk nut oil pear rice salt tea
+bean beef beet bun corn crab date dill fish flour grape honey leek lemon mango melon
+mint olive onion pasta peach plum pork rye sage soup tofu tuna veal wheat wine yam
+"""
+WORDS = _FOOD.split()
+SOLD = WORDS[:16]
+"""Those with a price."""
 KINDS = ("sum", "list", "format")
 VOCAB_SIZE = 512
 _HELD_OUT = 10
@@ -44,7 +34,7 @@ def asked(draw: random.Random, kind: str) -> tuple[str, str]:
         a, b = draw.randint(0, 99), draw.randint(0, 9)
         return f"What is {a} + {b}?", f"{a} + {b} = {a + b}."
     if kind == "list":
-        prices = {word: draw.randint(10, 99) for word in draw.sample(WORDS, 3)}
+        prices = {word: draw.randint(10, 99) for word in draw.sample(SOLD, 3)}
         word = draw.choice(list(prices))
         listed = ", ".join(f"{name} {price}" for name, price in prices.items())
         return f"Prices: {listed}. How much is {word}?", f"{word.capitalize()} costs {prices[word]}."
@@ -75,10 +65,7 @@ def messages(turns: list[tuple[str, str, str]]) -> dict[str, Any]:
 
 
 def write_corpora(folder: Path, count: int) -> None:
-    """A small natural corpus (the reference pages of Python's ``help()``), ``count`` conversations, the tokenizer."""
-    (folder / "texts").mkdir(exist_ok=True)
-    for name, text in topics.items():
-        (folder / "texts" / f"{name}.txt").write_text(text, encoding="utf-8")
+    """``count`` conversations, and a tokenizer of the reference pages of Python's ``help()``."""
     lines = [json.dumps(messages(turns)) for turns in talks(count, seed=1, held_out=False)]
     (folder / "talks.jsonl").write_text("\n".join(lines), encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())
