@@ -185,7 +185,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     axes.set_xticks([place + 0.4 for place in range(len(KINDS))], KINDS)
     axes.set_ylabel("share of right answers")
     axes.set_ylim(0, 1.05)
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=len(figures["models"]), fontsize=8)
     axes.set_title(f"Answers to held-out questions, {figures['machine']['date']}", fontsize=10)
     figure.savefig(path, dpi=120)
 
