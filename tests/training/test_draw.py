@@ -138,7 +138,7 @@ def test_wrong_requests_are_refused(
     assert "label_dropout = 0.1" in config.read_text()
     config.write_text(config.read_text().replace("label_dropout = 0.1", "label_dropout = 0.0"))
     # As of a store by a stranger.
-    monkeypatch.setattr("lightscale.launch.commands.draw.class_names", lambda _: ["a", "../../up", "b", "c"])
+    RunDirectory("runs/never").classes.write_text(json.dumps(["a", "../../up", "b", "c"]))
     for words, message in {
         (*draw, "--count", "0"): "--count 0: must be at least 1",
         (*draw, "--guidance", "-1"): "--guidance -1.0: must be a number of at least 0",
@@ -149,7 +149,7 @@ def test_wrong_requests_are_refused(
         (*draw, "--classifier", "runs/one"): 'use a run with task.name = "classify-image"',
         (*draw, "--classifier", "runs/judge", "--real", "b"): "no such source; use one of a, a-validation",
         (*draw, "--classifier", "runs/judge", "--count", "1"): "--count 1: --classifier compares at least 2 drawn",
-        (*draw, "--folder", "crafted", "--class", "1"): "class '../../up' can be no folder's name",
+        ("draw", "runs/never", *draw[2:], "--folder", "crafted"): "class '../../up' can be no folder's name",
         (
             "draw",
             "runs/never",
