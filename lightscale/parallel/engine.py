@@ -328,7 +328,7 @@ class Engine:
         *,
         forward_only: bool,
         top: Sequence[int] = (),
-        advance: Callable[[], None] | None = None,
+        advance: Callable[[], None] = lambda: None,
     ) -> LossSums:
         run = get_forward_backward_func()
         scoring = partial(self._forward_step, top=tuple(top)) if top else self._forward_step
@@ -340,12 +340,11 @@ class Engine:
         # A graph holds no measurement of attention logits.
         graphs = None if forward_only or self._measures_logits else self.graphs
         passes = batches if graphs is None else graphs.of_step(batches)
+        # Every virtual stage goes through all micro-batches by itself.
+        iterators = [_each(passes, advance) for _ in self.chunks]
         outputs: list[Tensor] = run(
             forward_step_func=step,
-            # Every virtual stage goes through all micro-batches by itself.
-            data_iterator=[_each(passes, advance) for _ in self.chunks]
-            if len(self.chunks) > 1
-            else _each(passes, advance),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.models or self.chunks,
             num_microbatches=len(batches),
             # Of the whole row: for the shapes that stages send, Megatron divides by tensor and sequence ranks itself.
@@ -609,10 +608,9 @@ class Engine:
 
 
 def _each(
-    batches: Iterable[MicroBatch | CapturedPass], advance: Callable[[], None] | None
+    batches: Iterable[MicroBatch | CapturedPass], advance: Callable[[], None]
 ) -> Iterator[MicroBatch | CapturedPass]:
     """``batches`` in turn, with a call of ``advance`` before each."""
     for batch in batches:
-        if advance is not None:
-            advance()
+        advance()
         yield batch

@@ -12,6 +12,7 @@ from lightscale.models.adapters import check_adapter
 from lightscale.models.conversion import Conversion, conversion, other_settings
 from lightscale.runs.base import base_run, refuse_adapters
 from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.training.branch import lineage
 from lightscale.training.checkpoints.directories import checkpoints_of_step, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import hash_file
@@ -121,21 +122,22 @@ def reference_sources(config: RunConfig) -> Iterator[TokenSource]:
 def _manifest_of(config: RunConfig, directory: RunDirectory) -> str | None:
     """The hash of the manifest of the checkpoint that the run in ``directory`` begins from, or began from.
 
-    None: it is a branch, and its parent is gone.
+    None: nobody knows any more, as neither its record nor the checkpoint is there.
     """
-    while True:
-        for event in read_lines(directory.events):
+    runs = lineage(config, directory)
+    for _, run in runs:
+        for event in read_lines(run.events):
             if event["event"] == "init_from":
                 return str(event["manifest"])
-        if config.train.branch_from is None:
-            break
-        directory = RunDirectory(config.train.branch_from.rpartition("@")[0])
-        if not directory.config.exists():
-            return None
-        config = load(directory.config)
-    base, step = base_run(config)
+    own, run = runs[-1]
+    if own.train.branch_from is not None:
+        return None
+    base, step = base_run(own)
     try:
         (name, *_) = checkpoints_of_step(base.checkpoints, step)
         return hash_file(base.checkpoints / name.directory / MANIFEST).xxh3_128
     except (UserError, OSError) as error:
-        raise UserError(f'train.init_from = "{config.train.init_from}": {error}') from None
+        # A run that has come to a checkpoint goes on from there, whatever has become of its first weights.
+        if list_steps(run.checkpoints):
+            return None
+        raise UserError(f'train.init_from = "{own.train.init_from}": {error}') from None

@@ -36,6 +36,14 @@ def parent_of(config: RunConfig) -> tuple[RunDirectory, int] | None:
     return RunDirectory(config.train.branch_from.rpartition("@")[0]), config.parent_steps
 
 
+def lineage(config: RunConfig, directory: RunDirectory) -> list[tuple[RunConfig, RunDirectory]]:
+    """The run ``config`` in ``directory``, its parent, the parent's, and so on, as far as they are still there."""
+    found = [(config, directory)]
+    while (parent := parent_of(found[-1][0])) is not None and parent[0].config.exists():
+        found.append((load(parent[0].config), parent[0]))
+    return found
+
+
 def check_branch(config: RunConfig, directory: RunDirectory, allow: Collection[str] = ()) -> None:
     """UserError for a parent without the checkpoint, or from which the new run in ``directory`` cannot branch off.
 

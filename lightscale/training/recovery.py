@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
@@ -34,7 +33,7 @@ from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training.base import Base, read_base
 from lightscale.training.beginning import kept_weights
-from lightscale.training.branch import parent_of
+from lightscale.training.branch import lineage, parent_of
 from lightscale.training.build import start_again
 from lightscale.training.checkpoints.directories import CheckpointName, adopt, list_checkpoints, list_steps
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
@@ -143,18 +142,14 @@ class Recovery:
         return self._ranks.on_first(self._only_tokens_per_step)
 
     def _only_tokens_per_step(self) -> int | None:
-        config, directory = self._config, self._directory
-        while True:
+        runs = lineage(self._config, self._directory)
+        for config, directory in runs:
             events = read_lines(directory.events)
             changed = {key for event in events if event["event"] == "configuration_changed" for key in event["changes"]}
             if changed & _DECIDE_TOKENS or config.tokens_per_step != self._config.tokens_per_step:
                 return None
-            if (parent := parent_of(config)) is None:
-                return self._config.tokens_per_step
-            directory, _ = parent
-            if not directory.config.exists():
-                return None
-            config = load(directory.config)
+        eldest, _ = runs[-1]
+        return self._config.tokens_per_step if eldest.train.branch_from is None else None
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, or that of ``train.branch_from``, or the weights of ``train.init_from``.

@@ -8,7 +8,7 @@ import math
 import re
 import runpy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +21,12 @@ from lightscale.config.files import load
 from lightscale.data_pipeline.loading.samples import ROLLBACK_EVENT, SKIP_EVENT, run_loader, step_content
 from lightscale.errors import UserError
 from lightscale.launch.commands.anneal import resolve_anneal
+from lightscale.parallel.engine import Engine
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.branch import check_branch
 from lightscale.training.checkpoints.directories import adopt, directory_name, list_steps
+from lightscale.training.checkpoints.manifest import Manifest
+from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.health.guard import Guard
 from lightscale.training.optimizer.registry import optimizer_spec
 from lightscale.training.signals import StopSignal
@@ -237,6 +240,27 @@ def test_a_branch_with_another_batch_rolls_back_to_its_parents_tokens(
     assert (skip["at_tokens"], skip["skip_tokens"]) == (8 * STEP_TOKENS, 2 * STEP_TOKENS)
     kept = {one["step"]: one["tokens"] for one in read_metrics(larger.metrics)}
     assert kept == {step: 8 * STEP_TOKENS + (step - 8) * 2 * STEP_TOKENS for step in (9, 10, 11)}
+
+
+def with_a_doubtful_beginning(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    """As of an old import in bf16: its weights are taken by name alone."""
+
+    def check(self: Checkpoints, path: Path, manifest: Manifest, engine: Engine, allow: Collection[str]) -> None:
+        if "optimizer.groups" not in allow:
+            raise UserError("doubtful")
+
+    line = ["train", "run.toml", *COMMON, "train.init_from=runs/parent@8", "train.steps=3", "--run", "runs/begun"]
+    with mock.patch.object(Checkpoints, "_check_numbering", check):
+        found: list[tuple[int, str]] = commands(
+            rank, world_size, init_method, folder, [line, [*line, "--allow-change=optimizer.groups"]]
+        )
+    return found
+
+
+def test_weights_to_begin_with_can_be_taken_by_name(parent: RunDirectory, workplace: Path, run_ranks: RunRanks) -> None:
+    (((refused, said), (taken, _)),) = run_ranks(with_a_doubtful_beginning, 1, str(workplace))
+    assert (refused, taken) == (78, 0), said
+    assert 'train.init_from = "runs/parent@8": doubtful' in said
 
 
 def test_constants_of_the_parents_length_stay(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

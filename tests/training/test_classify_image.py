@@ -13,7 +13,11 @@ import numpy as np
 import pytest
 
 from lightscale.cli import main
+from lightscale.config.files import load, to_toml
 from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.errors import UserError
+from lightscale.evaluation.chosen_run import choose_run
+from lightscale.evaluation.resolutions.request import check_request
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name
 
@@ -268,6 +272,24 @@ def test_resolutions_that_do_not_fit_are_named(
     monkeypatch.chdir(trained)
     assert main(["resolutions", "runs/one", *words]) == 78
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_resolutions_read_the_store_of_the_validation(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no store of other classes, whose numbers would say nothing."""
+    monkeypatch.chdir(trained)
+    shutil.copytree("store", "second")
+    shutil.copytree("runs/one", "runs/second")
+    run = RunDirectory("runs/second")
+    run.config.write_text(to_toml(load(run.config, ["data.validation.held.store=second"])))
+
+    def source_of(**given: Path) -> Path:
+        asked: dict[str, Any] = {"store": None, "source": None, "num_images": None, "batch_size": 10, **given}
+        return check_request([choose_run(run.path, any_task=True)], ["8x8"], **asked).source.directory
+
+    assert source_of().parent.name == "second"
+    run.classes.write_text(json.dumps(["3", "2", "1", "0"]))
+    with pytest.raises(UserError, match=r"store: its classes are not those of runs/second \(3, 2, 1, 0, …\)"):
+        source_of(store=Path("store"))
 
 
 def test_an_export_that_came_back_is_the_run_and_trains_on(

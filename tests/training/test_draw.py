@@ -137,6 +137,9 @@ def test_wrong_requests_are_refused(
     config = Path("runs/never/config.toml")
     assert "label_dropout = 0.1" in config.read_text()
     config.write_text(config.read_text().replace("label_dropout = 0.1", "label_dropout = 0.0"))
+    shutil.copytree("runs/judge", "runs/shallow")
+    shallow = RunDirectory("runs/shallow").config
+    shallow.write_text(shallow.read_text().replace("num_layers = 2", "num_layers = 1"))
     # As of a store by a stranger.
     RunDirectory("runs/never").classes.write_text(json.dumps(["a", "../../up", "b", "c"]))
     for words, message in {
@@ -150,14 +153,8 @@ def test_wrong_requests_are_refused(
         (*draw, "--classifier", "runs/judge", "--real", "b"): "no such source; use one of a, a-validation",
         (*draw, "--classifier", "runs/judge", "--count", "1"): "--count 1: --classifier compares at least 2 drawn",
         ("draw", "runs/never", *draw[2:], "--folder", "crafted"): "class '../../up' can be no folder's name",
-        (
-            "draw",
-            "runs/never",
-            "--out",
-            "new.png",
-            "--guidance",
-            "2",
-        ): "learned nothing without a class; use --guidance 1",
+        (*draw, "--classifier", "runs/shallow", "parallel.pipeline=2", "--processes", "2"): "model.num_layers = 1",
+        ("draw", "runs/never", *draw[2:], "--guidance=2"): "learned nothing without a class; use --guidance 1",
         ("resolutions", "runs/one", "--image-sizes", "8x8"): 'use runs with task.name = "classify-image"',
         (*draw, "parallel.sequence=3"): "parallel.sequence",
         ("draw", "runs/one", "--out", "store"): "--out store: the path exists",

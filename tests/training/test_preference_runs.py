@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.data_pipeline.tokenizers import load_tokenizer
 from lightscale.runs.run_directory import RunDirectory, read_metrics
 from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.health.heartbeat import Heartbeat
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 commands = runpy.run_path(str(HELPERS / "rank_commands.py"))["commands"]
@@ -106,9 +108,14 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         [*STORED, "--run", "runs/stored"],
         # A branch has no train.init_from: what it is compared with is what its parent began from.
         [*STORED, *BRANCH, "--run", "runs/branch"],
-        [*REFERENCE, "train.init_from=runs/dpo@6", "--out", "of-dpo"],
     ]
     found = commands(rank, world_size, f"{init_method}-whole", folder, lines)
+    of_dpo = [*REFERENCE, "train.init_from=runs/dpo@6", "--out", "of-dpo"]
+    with mock.patch.object(Heartbeat, "beat") as beat:
+        found += commands(rank, world_size, f"{init_method}-of-dpo", folder, [of_dpo])
+    source = TokenStore(Path("of-dpo")).sources["sums"]
+    # Else the launcher would take a long pass for a hang.
+    assert beat.call_count > WholeWindows(source, LENGTH).num_windows // 2
     tuned.interrupted("runs/dpo", ("resumed", "elsewhere"), step=STEPS)
     again = [
         [*TUNE, "--run", "runs/resumed"],

@@ -18,6 +18,7 @@ import selectors
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +123,7 @@ class _Pending:
     data: bytearray = field(default_factory=bytearray)
 
 
-class _Relay:
+class _Relay(ABC):
     """A thread that passes bytes between pairs of sockets, as long as `runs`."""
 
     def __init__(self, listener: socket.socket, name: str) -> None:
@@ -133,9 +134,11 @@ class _Relay:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
+    @abstractmethod
     def _accept(self) -> None:
-        raise NotImplementedError
+        """A connection waits at the listener."""
 
+    @abstractmethod
     def _look(self) -> None:
         """Called at least once a second."""
 

@@ -77,7 +77,9 @@ def largest_change(found: Sequence[Slope]) -> tuple[str, float]:
     """The activation whose judged change is the largest factor of its size, at any width; and that factor."""
     sizes = {one.activation: one.sizes for one in found if one.kind == SIZE and one.is_judged}
     factors = {
-        one.activation: max(change / size for change, size in zip(one.sizes, sizes[one.activation], strict=True))
+        one.activation: max(
+            change / size if size else math.inf for change, size in zip(one.sizes, sizes[one.activation], strict=True)
+        )
         for one in found
         if one.kind == CHANGE and one.is_judged and one.activation in sizes
     }

@@ -114,16 +114,17 @@ def prepare(folder: Path, count: int) -> None:
         "texts": ["--corpus", "stdlib", "--tokenizer", "tokenizer.json", "--validation", "0.02"],
         "talks": ["talks.toml"],
     }
+    if Path("data/talks").exists():
+        with Path("talks.jsonl").open(encoding="utf-8") as lines:
+            there = sum(1 for _ in lines)
+        if there != count:
+            raise UserError(f"--folder {folder}: its store has {there} conversations, not {count}; use --talks {there}")
     missing = [name for name in commands if not Path(f"data/{name}").exists()]
     if missing:
         write_corpora(folder, count)
         Path("talks.toml").write_text(TALKS, encoding="utf-8")
     for name in missing:
         run_lightscale("data", "prepare", *commands[name], "--out", f"data/{name}")
-    with Path("talks.jsonl").open(encoding="utf-8") as lines:
-        there = sum(1 for _ in lines)
-    if there != count:
-        raise UserError(f"--folder {folder}: its stores have {there} conversations, not {count}; use --talks {there}")
     Path("base.toml").write_text(BASE, encoding="utf-8")
 
 

@@ -58,7 +58,7 @@ def _unpacked(numbers: Sequence[int], activations: str) -> list[HeadsPart]:
 
 @torch.library.custom_op("lightscale::heads_fwd", mutates_args=())
 def _fwd(x: Tensor, cos: Tensor | None, sin: Tensor | None, layout: list[int], activations: str) -> list[Tensor]:
-    """The parts of ``layout`` that have an activation."""
+    """The parts of ``layout``, each of which has an activation."""
     parts = _unpacked(layout, activations)
     made = _made(x, parts)
     if x.numel():
