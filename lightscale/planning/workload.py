@@ -67,7 +67,7 @@ def activation_values(model: ModelConfig, layer: int, recompute: Recompute = "no
         # Queries are as wide as outputs; rotated ones take the place of those that were projected.
         outputs = weights["out_proj.weight"][1] if "out_proj.weight" in weights else d
         activated = mixer.gathered_values(model, layer) // 2
-    outputs += mixer.more_kept_values(model, layer)
+    outputs += mixer.more_kept_values(model, layer) + mixer.joined_values(model, layer)
     return norms + projected + activated + outputs + glu
 
 
@@ -127,6 +127,8 @@ class LayerWork:
     """See `MixerSpec.gathered_values`; 0 for a mixer with a state of constant size."""
     queries: int
     """See `MixerSpec.query_values`."""
+    joined: int
+    """See `MixerSpec.joined_values`."""
     key_heads: int
     """See `MixerSpec.key_heads`."""
     window: int | None
@@ -138,7 +140,7 @@ class LayerWork:
         """Bytes of kept activations, with weights of `size` bytes; `gathers`: from other sequence ranks."""
         kept = RECOMPUTE.index(recompute)
         # Keys and values as projected and rotated keys make way for what was exchanged, which counts as that.
-        own = 3 * self.gathered // 2 if gathers and recompute != "full" else 0
+        own = 3 * self.gathered // 2 + self.joined if gathers and recompute != "full" else 0
         return size * (self.values[kept] - own) + _FP32_BYTES * self.fp32_values[kept]
 
     def backward_bytes(self, size: int, *, attention_bytes: int = 0) -> int:
@@ -300,6 +302,7 @@ class Workload:
             tail=mixer.tail_values(model, layer),
             gathered=0 if has_state else mixer.gathered_values(model, layer),
             queries=mixer.query_values(model, layer),
+            joined=mixer.joined_values(model, layer),
             key_heads=mixer.key_heads(model, layer),
             # One that is no shorter than the sequence hides nothing.
             window=window

@@ -397,7 +397,9 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     wide = ["model.hidden_size=128", "model.intermediate_size=352", "model.num_layers=3"]
     layer = Workload(config(*TINY[name], *wide).model, TOKENS).layers[2]
-    assert 0.99 < layer.kept_bytes("none", dtype.itemsize) / measured[0][name, dtype] < 1.05
+    # On CPUs each projection is a product of its own; the twin measures those that are one (`make twin`).
+    kept = layer.kept_bytes("none", dtype.itemsize) - layer.joined * dtype.itemsize
+    assert 0.99 < kept / measured[0][name, dtype] < 1.05
 
 
 def allocate(rank: int, world_size: int, init_method: str, run: RunConfig) -> tuple[int, int, int]:

@@ -239,8 +239,8 @@ def test_shared_heads_of_keys_and_values_are_gathered_once() -> None:
     activations = 4 * 64 + 96 + 96 + 3 * 128
     assert rank_memory(run, spread, 0).activations_bytes == length // 4 * 4 * 2 * activations
     alone = rank_memory(run, layout(1, 1, 1, 1, length=length), 0)
-    # As projected, and keys rotated.
-    assert alone.activations_bytes == length * 4 * 2 * (activations + 48 + 24)
+    # All as projected, by one product; and keys rotated.
+    assert alone.activations_bytes == length * 4 * 2 * (activations + 48 + 96 + 24)
     # When the linear unit's gradients are gone, those of all keys and values are there.
     wide = config("llama-tiny", *TINY)
     assert rank_memory(wide, layout(1, 1, 8, 1, length=length), 0).block_bytes == (

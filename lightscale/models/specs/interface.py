@@ -177,6 +177,14 @@ class MixerSpec(ABC):
         return 0
 
     @staticmethod
+    def joined_values(model: ModelConfig, layer: int) -> int:
+        """Further numbers per token that stay only because projections of one input are one product.
+
+        They are apart across sequence ranks (``layers/projections.py``).
+        """
+        return 0
+
+    @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
         """Numbers per token that a layer keeps for its backward pass in fp32, whatever the weights' precision."""
         return 0

@@ -90,6 +90,14 @@ class LLaMASpec(MixerSpec):
         return (kept[options.qk_norm] + model.num_heads * options.output_gate) * head_dim
 
     @staticmethod
+    def joined_values(model: ModelConfig, layer: int) -> int:
+        """Queries as projected, beside the values; with a bias they are apart, and those before a norm count anyway."""
+        options = llama_options(model, layer)
+        is_rotated = options.positions == "rope"
+        joins = is_rotated and options.qk_norm == "none" and options.attention_bias == "none"
+        return model.num_heads * llama_heads(model, layer)[1] if joins else 0
+
+    @staticmethod
     def fp32_values(model: ModelConfig, layer: int) -> int:
         """What the norms divide by."""
         kept = {"none": 0, "head": model.num_heads + llama_heads(model, layer)[0], "all": 2}

@@ -124,6 +124,8 @@ class ReplicaCheck:
         group = engine.mesh.groups.dp_cp
         self._group = tuple(dist.get_process_group_ranks(group))
         self._own_rows = slice(group.rank(), group.rank() + 1)
+        self._factors = torch.tensor([], dtype=torch.int64)
+        """Of the checksums of fp32 weights and moments, so that their order counts."""
 
     def begin(self, step: int) -> None:
         """Start anew from the weights after ``step``, which were drawn or read: earlier checksums are dropped."""
@@ -201,16 +203,28 @@ class ReplicaCheck:
 
     def _owned_state(self) -> Tensor:
         """() checksum over the fp32 weights and moments of which this rank takes the steps."""
-        total = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
-        for flat in self._engine.owned_state():
-            total = total * _FOLD + flat_checksum(flat).to(total.device)
-        return total
+        sums = [flat_checksum(flat).to(self._mesh.device) for flat in self._engine.owned_state()]
+        if not sums:
+            return torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        if len(sums) != len(self._factors):
+            # Made once: a launch for each of hundreds of tensors is enough.
+            self._factors = torch.tensor(_powers(len(sums)), device=self._mesh.device)
+        return (torch.stack(sums) * self._factors).sum()
 
     def _copied(self) -> Iterator[tuple[str, Tensor]]:
         """What other tensor ranks or stages (virtual ones: of this rank too) have copies of."""
         for held in held_weights(self._engine):
             if held.is_on_stages or (held.is_whole and self._mesh.tensor > 1):
                 yield held.name, held.weight
+
+
+def _powers(count: int) -> list[int]:
+    """Of ``_FOLD``, modulo 2^64, as signed numbers."""
+    found, power = [], 1
+    for _ in range(count):
+        found.append(power - (power >> 63 << 64))
+        power = power * _FOLD & 0xFFFF_FFFF_FFFF_FFFF
+    return found
 
 
 def find_faults(reports: Sequence[ReplicaReport]) -> list[ReplicaFault]:
