@@ -36,7 +36,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
-from benchmarks.learning import answers, convert, copying, distill, learn, mup
+from benchmarks.learning import answers, convert, copying, digits, distill, learn, mup
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
@@ -132,6 +132,21 @@ def run_answers(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     settings = {name: getattr(args, name) for name in names}
     for figures in answers.run(args):
         yield BenchmarkReport(settings=settings, figures=figures, table=answers.table(figures))
+
+
+def run_digits(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Classifiers of images."""
+    settings = {name: getattr(args, name) for name in ("steps", "repeats")}
+    for figures in digits.classify(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=digits.classified_table(figures))
+
+
+def run_drawn_digits(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Diffusion transformers with mixers of one scan and of two."""
+    names = ("steps", "judge_steps", "width", "layers", "count", "draw_steps", "guidance")
+    settings = {name: getattr(args, name) for name in names}
+    for figures in digits.draw_digits(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=digits.drawn_table(figures))
 
 
 def run_copying(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
@@ -329,6 +344,20 @@ BENCHMARKS = {
         repeats=1,
         draw=answers.draw,
     ),
+    "digits": Benchmark(
+        summary="digits of 8 x 8 pixels, classified by four mixers: accuracies, and curves over resolution",
+        add_arguments=digits.add_classify_arguments,
+        run=run_digits,
+        # Each is a seed.
+        repeats=3,
+        draw=digits.draw,
+    ),
+    "drawn-digits": Benchmark(
+        summary="digits drawn by diffusion transformers, with mixers of one scan, of two, and softmax attention",
+        add_arguments=digits.add_draw_arguments,
+        run=run_drawn_digits,
+        repeats=1,
+    ),
     "export": Benchmark(
         summary="`lightscale export` of random weights: peak memory, and speed beside a plain copy of the bytes",
         add_arguments=exports.add_arguments,
@@ -470,7 +499,8 @@ def main(arguments: list[str] | None = None) -> int:
     host = machine()
     figures: dict[str, Any] = {}
     try:
-        path = None if args.save is None else saved_as(args.save, args.name, host)
+        # Some benchmarks work in a folder of their own.
+        path = None if args.save is None else saved_as(args.save, args.name, host).resolve()
         for report in BENCHMARKS[args.name].run(args):
             figures = {"benchmark": args.name, "machine": host, "settings": report.settings} | report.figures
             if path is not None:
