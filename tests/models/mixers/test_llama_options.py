@@ -1,7 +1,7 @@
 """LLaMA's options in drawn combinations against full matrices in fp64: logits and every gradient, on every way.
 
-On one rank with packed documents; on two tensor ranks; on two sequence ranks with uneven segments; in pieces that read
-on from a state; and as the plain model that is exported.
+On one rank with packed documents; on two tensor ranks, or on two sequence ranks with uneven segments; in pieces that
+read on from a state; and as the plain model that is exported.
 """
 
 import itertools
@@ -97,11 +97,15 @@ def valid(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def drawn() -> dict[str, ModelConfig]:
-    found: dict[str, ModelConfig] = {}
+LAYOUTS = [" tensor=2", " sequence=2 cuts=0,37"]
+
+
+def drawn() -> dict[str, tuple[ModelConfig, str]]:
+    """Models, each with one of the layouts: each value of an option comes on both."""
+    found: dict[str, tuple[ModelConfig, str]] = {}
     # In turn: the product of both would be long.
     of_model = itertools.cycle(drawing.covering("llama's model", *OF_MODEL.values()))
-    for values in drawing.covering("llama", *AXES.values()):
+    for *values, layout in drawing.covering("llama", *AXES.values(), LAYOUTS):
         options: dict[str, Any] = {}
         for axis, value in zip(AXES, values, strict=True):
             options |= value if axis == "heads" else {axis: value}
@@ -111,12 +115,13 @@ def drawn() -> dict[str, ModelConfig]:
             # The lower layer has its norms elsewhere.
             table |= {"mixer": [OTHER, "llama"], "mixer_options": {"llama": valid(options)}}
         model = ModelConfig.model_validate(table)
-        if model not in found.values():
-            found[f"drawn-{len(found)}"] = model
+        if (model, layout) not in found.values():
+            found[f"drawn-{len(found)}"] = model, layout
     return found
 
 
-MODELS = drawn()
+DRAWN = drawn()
+MODELS = {name: model for name, (model, _) in DRAWN.items()}
 parity.MODELS.update(MODELS)
 for name in MODELS:
     oracle.mixers.MIX[name] = lambda model, x, weights, layer: oracle.mixers.MIX[model.layers[layer]](
@@ -127,7 +132,7 @@ PIECES = [1, 30, 1, 2, 14]
 
 def on_two_ranks(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     """Loss and gradients by case, and of one rank also logits at once and in pieces."""
-    cases = [f"{name}{layout}" for name in MODELS for layout in ("", " tensor=2", " sequence=2 cuts=0,37")]
+    cases = [f"{name}{layout}" for name, (_, own) in DRAWN.items() for layout in ("", own)]
     found = oracle.engine_gradients(rank, world_size, init_method, cases)
     return {"ranks": found, "pieces": in_pieces(f"{init_method}-pieces") if rank == 0 else {}}
 
@@ -167,10 +172,10 @@ def computed(run_ranks: RunRanks) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_full_matrices(name: str, computed: dict[str, Any]) -> None:
-    """Packed documents on one rank, two tensor ranks and two sequence ranks."""
+    """Packed documents on one rank, and on two tensor or sequence ranks."""
     start = computed["ranks"][name][0]
     expected_loss, expected = oracle.plain_gradients(name, start, 0)
-    for layout in ("", " tensor=2", " sequence=2 cuts=0,37"):
+    for layout in ("", DRAWN[name][1]):
         weights, loss, gradients = computed["ranks"][f"{name}{layout}"]
         assert all(torch.equal(weight, start[key]) for key, weight in weights.items()), layout
         assert loss == pytest.approx(expected_loss, rel=1e-12), layout

@@ -18,7 +18,9 @@ from lightscale.training.checkpoints.reader import read_headers
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 
-tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
+HELPERS = Path(__file__).parents[2] / "helpers"
+tiny = SimpleNamespace(**runpy.run_path(str(HELPERS / "tiny_engine.py")))
+drawing = SimpleNamespace(**runpy.run_path(str(HELPERS / "drawing.py")))
 
 RunRanks = Callable[..., list[Any]]
 Weights = dict[str, Tensor]
@@ -172,4 +174,5 @@ def _headers(path: Path) -> tuple[Path, Any]:
 
 def test_layouts_train_as_one_process_and_resume_each_other(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(on_layouts, 1, [(1, 1, 1, 1)], str(tmp_path)) == [[]]
-    assert run_ranks(on_layouts, 2, LAYOUTS, str(tmp_path)) == [[], []]
+    layouts = drawing.some("layouts of optimizers", LAYOUTS, 2)
+    assert run_ranks(on_layouts, 2, layouts, str(tmp_path)) == [[], []]

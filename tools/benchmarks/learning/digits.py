@@ -31,11 +31,11 @@ CLASSIFIERS = ("lightnet-digits", "lion-s-digits", "bi-rn-digits", "vit-digits")
 SIZES = ("6x6", "8x8", "10x10", "12x12", "16x16")
 JUDGE = "vit-digits"
 DRAWN = {
-    "LightNet, one scan": "lightnet-dit-digits",
-    "LION-RetNet, two scans": "arch/lion-retnet",
+    "lightnet": "lightnet-dit-digits",
+    "lion-retnet": "arch/lion-retnet",
     "softmax": "arch/llama-bidirectional",
 }
-"""Name and shipped configuration, or the part of one that describes the mixer."""
+"""Name and shipped configuration, or the part of one that describes the mixer; LION-RetNet reads in two scans."""
 
 
 def classify(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -66,8 +66,9 @@ def draw_digits(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         _train(JUDGE, "runs/judge", args.judge_steps, [])
         judge = {"model": JUDGE, "accuracy": _validation("runs/judge")["accuracy"]}
         models: list[dict[str, Any]] = []
-        for name, config in DRAWN.items():
-            run = f"runs/{name.lower().replace(', ', '-').replace(' ', '-')}"
+        for name in args.models:
+            config = DRAWN[name]
+            run = f"runs/{name}"
             size = [f"model.hidden_size={args.width}", f"model.intermediate_size={2 * args.width}"]
             size += [f"model.num_layers={args.layers}", f"model.num_heads={max(1, args.width // 24)}"]
             if config.startswith("arch/"):
@@ -79,7 +80,7 @@ def draw_digits(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             found = _drawn(run, picture, args)
             facts = {"model": name, "parameters": _parameters(run), "loss": _validation(run)["loss"]}
             models.append(facts | found)
-            if args.pictures is not None:
+            if args.pictures not in (None, folder):
                 shutil.copyfile(picture, args.pictures / picture.name)
             yield {"judge": judge, "models": models}
 
@@ -204,6 +205,7 @@ def add_draw_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=positive, metavar="N", help="steps of each model (default: 3000, as shipped)")
     add("--judge-steps", type=positive, metavar="N", help="steps of the classifier (default: 300, as shipped)")
+    add("--models", nargs="+", choices=DRAWN, default=[*DRAWN], metavar="NAME", help=f"of {', '.join(DRAWN)}")
     add("--width", type=positive, default=96, metavar="N", help="hidden size, in heads of 24 (default 96)")
     add("--layers", type=positive, default=4, metavar="N", help="layers (default 4)")
     add("--count", type=positive, default=1000, metavar="N", help="images of each model (default 1000)")
