@@ -111,8 +111,11 @@ def _prepare(images: Path | None) -> None:
         digits = sklearn.load_digits()
         pixels = (digits.images * 255 / 16).round().astype("uint8")
         np.savez("digits.npz", images=pixels, labels=digits.target)
-        images = Path("digits.npz")
-    run_lightscale("data", "prepare", str(images), "--images", "8x8x1", "--validation", "0.2", "--out", "data/digits")
+    elif images != Path("digits.npz").absolute():
+        # Sources of the store have the name of the file.
+        shutil.copyfile(images, "digits.npz")
+    words = ["--images", "8x8x1", "--validation", "0.2", "--out", "data/digits"]
+    run_lightscale("data", "prepare", "digits.npz", *words)
 
 
 def _train(name: str, run: str, steps: int | None, overrides: list[str]) -> None:
