@@ -486,6 +486,15 @@ class LanguageModel(LanguageModule):
             cap=self.model.final_logit_cap,
         )
 
+    def states_of(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """(m, d): the states of ``chosen`` tokens, equal on all tensor ranks; arguments as of ``log_probability``."""
+        group = self.pg_collection.tp
+        if group.size() > 1:
+            hidden = gather_from_sequence_parallel_region(hidden.contiguous(), group=group)
+        n, b = hidden.shape[:2]
+        # Tokens come first in activations, rows in indices.
+        return hidden.reshape(n * b, -1)[chosen % n * b + chosen // n]
+
     @property
     def output_rows(self) -> Tensor:
         """(V / tensor, d), this rank's rows of the output layer on the last stage; the embedding's if tied."""
@@ -500,12 +509,7 @@ class LanguageModel(LanguageModule):
         Returns:
             (m, count) log-probabilities, fp32 (fp64 of fp64 models), and (m, count) ids.
         """
-        group = self.pg_collection.tp
-        if group.size() > 1:
-            hidden = gather_from_sequence_parallel_region(hidden, group=group)
-        n, b = hidden.shape[:2]
-        # Tokens come first in activations, rows in indices.
-        rows = hidden.reshape(n * b, -1)[chosen % n * b + chosen // n]
+        rows = self.states_of(hidden, chosen)
         parts = [self._best(some, self.output_rows, count) for some in rows.split(_ROWS_AT_ONCE)]
         values, ids = (torch.cat(one) for one in zip(*parts, strict=True))
         return values, ids

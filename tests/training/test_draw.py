@@ -126,6 +126,8 @@ def test_pictures_averages_and_measures(
     assert found["images"] == 6
     assert 0 <= found["recognised"] <= 1
     assert found["frechet_distance"] > 0
+    assert found["spatial_frechet_distance"] > 0
+    assert 1 <= found["classifier_score"] <= images.LABELS
 
 
 def test_wrong_requests_are_refused(

@@ -16,7 +16,12 @@ from lightscale.data_pipeline.store.format import IMAGE
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import counted
 from lightscale.evaluation.drawing.denoiser import Denoiser
-from lightscale.evaluation.drawing.measures import coverage, frechet_distance
+from lightscale.evaluation.drawing.measures import (
+    classifier_score,
+    coverage,
+    frechet_distance,
+    spatial_channels,
+)
 from lightscale.evaluation.drawing.pictures import as_grid, as_pixels, write_png
 from lightscale.evaluation.drawing.request import DrawingRequest, Judge
 from lightscale.evaluation.inference.predictions import Predictor
@@ -95,21 +100,27 @@ def measures(
     config = judge.chosen.config.model
     assert config.patches is not None and config.grid is not None and config.image_shape is not None
     height, width = config.patches.size
+    leading, tokens = config.grid.leading_tokens, config.grid.document_tokens
+    channels = spatial_channels(tokens - leading, config.hidden_size)
     model = restore(judge.chosen, mesh).model
     predictor = Predictor(model, mesh, row_tokens=asked.row_tokens, advance=advance)
 
-    def documents(pixels: Pixels) -> list[NDArray[np.int32]]:
-        return list(as_patches(pixels, (height, width), config.grid.leading_tokens if config.grid else 0))
+    def documents(pixels: Pixels) -> list[NDArray[Any]]:
+        return list(as_patches(pixels, (height, width), leading))
 
     real = documents(_real_images(judge, (config.image_shape[0], config.image_shape[1])))
     drawn = documents(images)
-    recognised = predictor.classify(drawn).argmax(axis=1) == np.array(asked.classes)
+    classes = predictor.classify(drawn)
+    recognised = classes.argmax(axis=1) == np.array(asked.classes)
     of_real, of_drawn = (predictor.embed(one, "mean") for one in (real, drawn))
+    places = (predictor.embed_patches(one, leading, channels).reshape(len(one), -1) for one in (real, drawn))
     covered = coverage(of_real, of_drawn)
     return {
         "images": len(drawn),
         "recognised": round(float(recognised.mean()), 4),
         "frechet_distance": round(frechet_distance(of_real, of_drawn), 4),
+        "spatial_frechet_distance": round(frechet_distance(*places), 4),
+        "classifier_score": round(classifier_score(classes), 4),
         "precision": round(covered.precision, 4),
         "recall": round(covered.recall, 4),
     }

@@ -1,7 +1,7 @@
-"""How near drawn images are to real ones, by features of each: distances of sets of vectors, in fp64.
+"""How near drawn images are to real ones, by features and classes that a classifier finds in each; in fp64.
 
-The features are those of a classifier that was trained on the same images. The published FID takes Inception's: numbers
-of one classifier are comparable with one another alone.
+The classifier was trained on the same images. Published FID, sFID and IS take Inception's weights: numbers of one
+classifier are comparable with one another alone.
 """
 
 from typing import NamedTuple
@@ -34,6 +34,29 @@ def frechet_distance(first: Features, second: Features) -> float:
     product = np.linalg.eigvalsh(root @ two @ root)
     cross = np.sqrt(np.clip(product, 0, None)).sum()
     return float(means @ means + np.trace(one) + np.trace(two) - 2 * cross)
+
+
+def spatial_channels(tokens: int, hidden_size: int) -> int:
+    """Channels of each of ``tokens`` that spatial features have: together as many numbers as a mean of states has.
+
+    At least 1. sFID (arXiv 2103.03841, section 5) so takes 7 channels of 17 x 17 places beside 2048 pooled numbers.
+    """
+    return max(1, hidden_size // tokens)
+
+
+def classifier_score(log_probabilities: Features) -> float:
+    """exp of the mean of KL(p(y | x) ‖ p(y)) over all rows x, p(y) their mean (IS, arXiv 1606.03498, section 4).
+
+    From 1, where no class is told from another, to the number of classes.
+
+    Args:
+        log_probabilities: (m, classes), in nats, of m images.
+    """
+    probabilities = np.exp(log_probabilities)
+    marginal = probabilities.mean(0)
+    # 0 log 0 = 0; a class with a probability has one in the mean.
+    ratios = np.where(probabilities > 0, log_probabilities - np.log(np.where(marginal > 0, marginal, 1)), 0)
+    return float(np.exp((probabilities * ratios).sum(1).mean()))
 
 
 def _root(covariance: Features) -> Features:

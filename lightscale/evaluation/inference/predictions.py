@@ -6,6 +6,7 @@ of whole ones, as requests are (``packing.py``); none depends on the other docum
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,18 +73,30 @@ class Predictor:
             lambda hidden, positions: self._model.pooled(hidden, positions, pooling),
         )
 
+    def embed_patches(self, images: Sequence[NDArray[Any]], first: int, channels: int) -> NDArray[np.float64]:
+        """(images, n - first, channels): the first channels of the output layer's inputs, of tokens from ``first`` on.
+
+        images: (n, p) each.
+        """
+
+        def read(own: Columns, hidden: Tensor) -> Tensor:
+            return self._model.states_of(hidden[..., :channels], self._forward.to_device(own.chosen)).double()
+
+        return self._of_images(np.stack(images), first, channels, read)
+
     def _of_documents(
         self, documents: Sequence[Ids], width: int, pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> NDArray[np.float64]:
         """(documents, width): what ``pool`` gives of each where it ends."""
-        if self._model.model.patches is not None:
-            return self._of_images(np.stack(documents), width, pool)
 
         def read(own: Columns, hidden: Tensor) -> Tensor:
             # Also where no document ends: sequence ranks exchange what they have of each.
             values, last = pool(hidden, self._forward.to_device(own.positions))
             return values[torch.searchsorted(last, self._forward.to_device(own.chosen))].double()
 
+        if self._model.model.patches is not None:
+            images = np.stack(documents)
+            return self._of_images(images, images.shape[1] - 1, width, read)[:, 0]
         is_last = [np.arange(len(ids)) == len(ids) - 1 for ids in documents]
         return self._values(documents, is_last, width, read)
 
@@ -116,42 +129,40 @@ class Predictor:
         self._collect(find, values, num_found)
         return values
 
-    def _of_images(
-        self, images: NDArray[np.uint8], width: int, pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    ) -> NDArray[np.float64]:
-        """As ``_of_documents``; images: (m, n, p). A row is one image, as in training."""
+    def _of_images(self, images: NDArray[Any], first: int, width: int, read: _Read) -> NDArray[np.float64]:
+        """(m, n - first, width): what ``read`` makes of tokens from ``first`` on, on every rank.
+
+        images: (m, n, p). A row is one image, as in training.
+        """
         count, tokens = images.shape[:2]
-        rows = min(count, max(1, self._row_tokens // tokens))
-        values = np.zeros((count, width))
+        rows, asked = min(count, max(1, self._row_tokens // tokens)), np.arange(first, tokens)
+        values = np.zeros((count * len(asked), width))
         num_found = np.zeros((), dtype=np.int64)
 
         positions = np.tile(np.arange(tokens), (rows, 1))
 
-        def rows_from(first: int) -> Rows:
-            numbers = np.arange(first, min(first + rows, count), dtype=np.int32)
+        def rows_from(begin: int) -> Rows:
+            numbers = np.arange(begin, min(begin + rows, count), dtype=np.int32)
             # All passes have one shape: rows beyond the last image are read by nobody.
-            inputs = images[np.minimum(np.arange(first, first + rows), count - 1)]
-            chosen, nothing = np.arange(1, len(numbers) + 1) * tokens - 1, np.zeros_like(numbers)
-            return Rows(columns=Columns(inputs, positions, chosen, nothing, numbers, nothing))
-
-        def read(own: Columns, hidden: Tensor) -> Tensor:
-            # Also where no image ends: sequence ranks exchange what they have of each.
-            found, last = pool(hidden, self._forward.to_device(own.positions))
-            return found[torch.searchsorted(last, self._forward.to_device(own.chosen))].double()
+            inputs = images[np.minimum(np.arange(begin, begin + rows), count - 1)]
+            chosen = (np.arange(len(numbers))[:, None] * tokens + asked).ravel()
+            offsets = np.tile(np.arange(len(asked), dtype=np.int32), len(numbers))
+            numbers = numbers.repeat(len(asked))
+            return Rows(columns=Columns(inputs, positions, chosen, np.zeros_like(numbers), numbers, offsets))
 
         def find() -> None:
             self._model.eval()
-            firsts = range(self._mesh.data_rank * rows, count, self._mesh.data * rows)
-            for start in range(0, len(firsts), self._at_once):
-                some = firsts[start : start + self._at_once]
+            begins = range(self._mesh.data_rank * rows, count, self._mesh.data * rows)
+            for start in range(0, len(begins), self._at_once):
+                some = begins[start : start + self._at_once]
                 for own, found in self._forward.run(list(map(rows_from, some)), read):
                     if self._forward.answers:
-                        values[own.numbers] = found.cpu().numpy()
+                        values[own.numbers.astype(np.int64) * len(asked) + own.offsets] = found.cpu().numpy()
                         num_found[...] += len(own.numbers)
                     self._advance()
 
         self._collect(find, values, num_found)
-        return values
+        return values.reshape(count, len(asked), width)
 
     def _collect(self, find: Callable[[], None], values: NDArray[np.float64], num_found: NDArray[np.int64]) -> None:
         """Run ``find`` on all ranks, and give each the ``values`` and their number that the others found."""

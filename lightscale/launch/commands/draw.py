@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
     add("--columns", type=int, metavar="N", help="images per row of the picture (default: one per class, at most 20)")
     add("--scale", type=int, default=1, metavar="N", help="width of a pixel in the picture (default: %(default)s)")
-    classifier = "run of a classifier that measures the images: share recognised, Fréchet distance, precision, recall"
+    classifier = "run of a classifier that measures the images: share recognised, distances, score, precision, recall"
     add("--classifier", metavar="RUN[@STEP]", help=classifier)
     real = "source of the run's store with real images, for --classifier (default: the first that is trained on)"
     add("--real", metavar="SOURCE", help=real)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lightscale.data_pipeline.augmentation.draws import Draws
 from lightscale.data_pipeline.augmentation.noise import signal_shares
 from lightscale.data_pipeline.loading.images import as_patches
-from lightscale.evaluation.drawing.measures import coverage, frechet_distance
+from lightscale.evaluation.drawing.measures import classifier_score, coverage, frechet_distance, spatial_channels
 from lightscale.evaluation.drawing.pictures import as_grid, as_pixels
 from lightscale.evaluation.drawing.sampler import Sampler, visited_timesteps
 
@@ -160,6 +160,47 @@ def test_precision_and_recall_of_points_on_a_line() -> None:
     # The third neighbour of the drawn ones is at least 15.5 away: they cover all.
     assert coverage(real, drawn).recall == 1.0
     assert coverage(real, real[:4]) == (1.0, 0.7)
+
+
+def test_the_classifier_score_counts_the_classes_that_are_told_apart() -> None:
+    for count in (2, 7):
+        sure = np.log(np.maximum(np.eye(count).repeat(3, axis=0), 1e-300))
+        assert classifier_score(sure) == pytest.approx(count, rel=1e-12)
+        with np.errstate(divide="ignore"):
+            assert classifier_score(np.log(np.eye(count))) == pytest.approx(count, rel=1e-12)
+        # The same answer for all, however sure; nothing but one class, among others.
+        assert classifier_score(sure[:3]) == pytest.approx(1, rel=1e-12)
+        assert classifier_score(np.log(np.full((5, count), 1 / count))) == pytest.approx(1, rel=1e-12)
+    # Of two images with the probabilities (p, 1 - p) and (1 - p, p): log 2 less the entropy of p.
+    p = 0.9
+    entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
+    assert classifier_score(np.log([[p, 1 - p], [1 - p, p]])) == pytest.approx(2 / math.exp(entropy), rel=1e-12)
+    # Three of four images are of the first class: the exponential of the entropy of (3/4, 1/4).
+    uneven = np.log(np.maximum(np.eye(2)[[0, 0, 0, 1]], 1e-300))
+    assert classifier_score(uneven) == pytest.approx(4 / 3**0.75, rel=1e-12)
+
+
+def test_classifier_scores_are_the_sum_written_out() -> None:
+    rows = np.random.default_rng(1).dirichlet(np.full(6, 0.3), size=50)
+    marginal = [math.fsum(rows[:, k]) / 50 for k in range(6)]
+    terms = [p * math.log(p / marginal[k]) for row in rows.tolist() for k, p in enumerate(row)]
+    assert classifier_score(np.log(rows)) == pytest.approx(math.exp(math.fsum(terms) / 50), rel=1e-12)
+
+
+def test_spatial_features_see_what_a_mean_over_places_does_not() -> None:
+    """Normal features that are moved from place to place: their means over places have one distribution."""
+    generator = np.random.default_rng(2)
+    first = generator.normal(size=(500, 6, 2)) + np.array([3.0, 0, 0, 0, 0, 0])[:, None]
+    turned = np.roll(first, 1, axis=1)
+    assert frechet_distance(first.mean(1), turned.mean(1)) == pytest.approx(0, abs=1e-9)
+    # Two means of 3 at other places, in two channels; estimated means and covariances are those of 500 samples.
+    expected = 2 * 2 * 3**2
+    assert frechet_distance(first.reshape(500, -1), turned.reshape(500, -1)) == pytest.approx(expected, rel=0.1)
+
+
+def test_spatial_features_are_as_many_as_a_mean_has() -> None:
+    assert [spatial_channels(16, 64), spatial_channels(196, 768), spatial_channels(256, 192)] == [4, 3, 1]
+    assert spatial_channels(17 * 17, 2048) == 7
 
 
 # ----- pictures -----------------------------------------------------------------------------------------------------

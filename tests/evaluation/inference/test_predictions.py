@@ -23,8 +23,22 @@ for _pooling in ("mean", "last"):
     parity.MODELS[f"labels-{_pooling}"] = ModelConfig.model_validate(
         {**parity.MODELS["bidirectional"].model_dump(), "head": {"num_labels": LABELS, "pooling": _pooling}}
     )
-MODELS = {"bidirectional": ("fill", "mean"), "labels-mean": ("classes", "last"), "labels-last": ("classes",),
-          "tnl": ("mean", "last")}  # fmt: skip
+IMAGES, TOKENS, LEADING, CHANNELS = 11, 8, 2, 3
+parity.MODELS["images"] = ModelConfig.model_validate(
+    {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "intermediate_size": 24,
+        "mixer": ["lion-lit", "lion-s"],
+        "mixer_options": {"lion-s": {"patch_order": "alternating"}},
+        "head": {"num_labels": LABELS},
+        "grid": {"shape": [2, 3], "leading_tokens": LEADING},
+        "patches": {"size": [2, 2], "channels": 1},
+    }
+)
+MODELS = {"images": ("patches", "mean", "classes"), "bidirectional": ("fill", "mean"), "tnl": ("mean", "last"),
+          "labels-mean": ("classes", "last"), "labels-last": ("classes",)}  # fmt: skip
 LAYOUTS = {
     2: [
         "bidirectional tensor=2",
@@ -36,8 +50,18 @@ LAYOUTS = {
         "labels-last pipeline=2",
         "tnl sequence=2",
         "tnl",
+        "images tensor=2",
+        "images sequence=2",
+        "images pipeline=2",
+        "images",
     ],
-    4: ["bidirectional tensor=2 sequence=2", "labels-mean sequence=4", "labels-mean sequence=2", "tnl tensor=2"],
+    4: [
+        "images tensor=2 sequence=2",
+        "bidirectional tensor=2 sequence=2",
+        "labels-mean sequence=4",
+        "labels-mean sequence=2",
+        "tnl tensor=2",
+    ],
 }
 
 
@@ -51,6 +75,21 @@ def documents() -> list[Ids]:
         found.append(ids)
     found[3][60:64] = MASK
     return found
+
+
+def images() -> np.ndarray:
+    """More than fill whole passes, in patches."""
+    return np.random.default_rng(5).integers(0, 256, (IMAGES, TOKENS, 4), dtype=np.uint8)
+
+
+def predicted_of_images(predictor: Predictor, kind: str) -> list[np.ndarray]:
+    match kind:
+        case "patches":
+            return list(predictor.embed_patches(list(images()), LEADING, CHANNELS))
+        case "classes":
+            return list(predictor.classify(list(images()))[:, None])
+        case _:
+            return list(predictor.embed(list(images()), "mean")[:, None])
 
 
 def predicted(predictor: Predictor, kind: str) -> list[np.ndarray]:
@@ -80,6 +119,18 @@ def by_itself(model: Any, ids: Ids, kind: str) -> np.ndarray:
         return vector[None].numpy()
 
 
+def image_by_itself(model: Any, patches: np.ndarray, kind: str) -> np.ndarray:
+    """The same of one image."""
+    with torch.no_grad():
+        hidden = model(torch.from_numpy(patches)[None], torch.arange(TOKENS)[None], hidden_only=True)[:, 0]
+        if kind == "patches":
+            return np.array(hidden[LEADING:, :CHANNELS])
+        vector = hidden.mean(0)
+        if kind == "classes":
+            vector = torch.log_softmax(model.output_layer.weight @ vector, -1)
+        return vector[None].numpy()
+
+
 def predict(rank: int, world_size: int, init_method: str, folder: Path, cases: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text, case, mesh in parity.on_meshes(cases, rank, world_size, init_method):
@@ -91,6 +142,11 @@ def predict(rank: int, world_size: int, init_method: str, folder: Path, cases: l
             model = engine.module.eval()
             predictor = Predictor(model, engine.mesh, row_tokens=64)
             for kind in MODELS[case.model]:
+                if case.model == "images":
+                    found[f"{text} / {kind}"] = predicted_of_images(predictor, kind)
+                    if world_size == 1:
+                        found[f"{text} / {kind} alone"] = [image_by_itself(model, one, kind) for one in images()]
+                    continue
                 found[f"{text} / {kind}"] = predicted(predictor, kind)
                 if world_size == 1:
                     found[f"{text} / {kind} alone"] = [by_itself(model, ids, kind) for ids in documents()]
