@@ -10,8 +10,9 @@ import pytest
 from lightscale.launch.rank_facts import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
-# Text that exports are made of, for transformers to run: lightscale reads it as text, and never imports it.
-EXPORTED = {*(ROOT / "lightscale/exchange/plain").glob("transformers_*.py")}
+# Text that exports are made of, for transformers and diffusers to run: lightscale reads it, and never imports it.
+PLAIN = ROOT / "lightscale/exchange/plain"
+EXPORTED = {*PLAIN.glob("transformers_*.py"), *PLAIN.glob("diffusers_*.py")}
 SOURCES = sorted({*(ROOT / "lightscale").rglob("*.py")} - EXPORTED)
 
 MODULES = {

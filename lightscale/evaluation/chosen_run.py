@@ -28,6 +28,12 @@ class ChosenRun:
     tokenizer_origin: Path
     """The run or store that it is from."""
 
+    def require_average(self, name: str) -> None:
+        """Raise ``UserError`` unless the run keeps an average of this name."""
+        if name not in self.config.optimizer.ema:
+            known = ", ".join(self.config.optimizer.ema) or "none"
+            raise UserError(f"--ema {name}: {self.directory.path} keeps no such average; optimizer.ema has: {known}")
+
 
 # Of one process. The run's own layout does not matter: the shards of a checkpoint say which part of a tensor they are.
 _ONE_PROCESS = (

@@ -47,9 +47,8 @@ def average(chosen: Sequence[ChosenRun], target: Path, *, ema: str | None = None
     if os.path.lexists(target):
         raise UserError(f"--to {target}: it exists; use a new run")
     for run in chosen:
-        if ema is not None and ema not in run.config.optimizer.ema:
-            known = ", ".join(run.config.optimizer.ema) or "none"
-            raise UserError(f"--ema {ema}: {run.directory.path} keeps no such average; optimizer.ema has: {known}")
+        if ema is not None:
+            run.require_average(ema)
     _check_equal(chosen)
     opened = [_opened(run, ema) for run in chosen]
     last, source = chosen[-1], opened[-1]

@@ -12,7 +12,7 @@ DIR/model-….safetensors, model.safetensors.index.json   the weights, straight 
     XXH128SUMS                                          the hash of each file but the model card
 
 Adapters are put into the weights, or are a directory of PEFT's: adapter_model.safetensors and adapter_config.json, with
-tokenizer, chat template and XXH128SUMS.
+tokenizer, chat template and XXH128SUMS. Runs that draw images have the layout of diffusers (``diffusers_format.py``).
 """
 
 import json
@@ -39,7 +39,7 @@ from lightscale.exchange.files.checksums import write_checksums
 from lightscale.exchange.files.safetensors_files import write_file, write_shards
 from lightscale.exchange.files.tokenizer_files import write_tokenizer
 from lightscale.exchange.files.weights import run_shape
-from lightscale.exchange.formats import FORMATS, ExportFormat, format_named
+from lightscale.exchange.formats import ExportFormat, format_named, usual_format
 from lightscale.exchange.trained import TrainedRun, open_run
 from lightscale.files import existing_part
 from lightscale.training.health.limits import require_file_size
@@ -79,9 +79,10 @@ def export(
     *,
     dtype: str = "bf16",
     shard_bytes: int = 5_000_000_000,
-    format_name: str = next(iter(FORMATS)),
+    format_name: str | None = None,
     adapters: Literal["merge", "alone"] = "merge",
     base: str | None = None,
+    average: str | None = None,
 ) -> Exported:
     """Write the chosen checkpoint to the new directory ``target``, in the number format ``dtype``.
 
@@ -89,16 +90,21 @@ def export(
 
     Args:
         adapters: of a run that trained these, whether they are put into the weights, or are all that is written.
+        format_name: one of ``FORMATS``; None: the usual one of the run's task.
         base: path or name of the exported base, for the configuration of ``adapters`` alone.
+        average: name in ``optimizer.ema`` of the average that is exported in place of the weights.
 
     Raises:
         UserError: something is at ``target``; no checkpoint is whole; a mixer or tokenizer that cannot be exported, or
-            not as ``format_name`` of ``FORMATS``; in fp16, weights too large for it. Nothing is at ``target`` then.
+            not as ``format_name``; no such average; in fp16, weights too large for it. Nothing is at ``target`` then.
     """
     check_target(target)
-    wanted = format_named(format_name)
-    wanted.check(run_shape(chosen.config, num_ids=chosen.tokenizer.vocab_size))
-    run = open_run(chosen)
+    if average is not None:
+        chosen.require_average(average)
+    shape = run_shape(chosen.config, num_ids=chosen.tokenizer.vocab_size)
+    wanted = format_named(format_name or usual_format(shape.task == "diffusion"))
+    wanted.check(shape)
+    run = open_run(chosen, average=average)
     if adapters == "alone":
         return _export_adapters(run, target, _DTYPES[dtype], base)
     tensors = wanted.tensors(run, _DTYPES[dtype])
@@ -109,8 +115,10 @@ def export(
         notes = _write_tokenizer(draft, run)
         texts = _texts(run, wanted, num_parameters=num_parameters, dtype=dtype)
         for name, text in texts.items():
+            (draft / name).parent.mkdir(exist_ok=True)
             (draft / name).write_text(text, encoding="utf-8")
-        files = [*texts, *write_shards(draft, tensors, shard_bytes=shard_bytes)]
+        shards = write_shards(draft / wanted.folder, tensors, shard_bytes=shard_bytes, stem=wanted.stem)
+        files = [*texts, *(f"{wanted.folder}{name}" for name in shards)]
         files.append(write_checksums(draft))
     return Exported(
         directory=target,
@@ -184,12 +192,12 @@ def _texts(run: TrainedRun, wanted: ExportFormat, *, num_parameters: int, dtype:
     settings = wanted.config(shape, facts)
     usage = wanted.usage(shape)
     return {
-        export_config.NAME: _json(settings),
+        f"{wanted.folder}{export_config.NAME}": _json(settings),
         **({"generation_config.json": _json(_generation(settings, run))} if shape.task == "causal" else {}),
         # The exported model is whole.
         RUN_CONFIG: to_toml(config.model_copy(update={"adapter": AdapterConfig()})),
         model_card.NAME: model_card.model_card(run, num_parameters=num_parameters, dtype=numbers, usage=usage),
-        **wanted.code(shape),
+        **wanted.beside(run),
     }
 
 

@@ -1,4 +1,4 @@
-"""``lightscale export``: export a checkpoint to a directory for transformers or fla."""
+"""``lightscale export``: export a checkpoint to a directory for transformers, fla or diffusers."""
 
 import argparse
 import re
@@ -8,7 +8,7 @@ import time
 from lightscale.config.arguments import path_argument, run_path
 from lightscale.errors import UserError, shortened
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run
-from lightscale.exchange.formats import FORMATS
+from lightscale.exchange.formats import FORMATS, usual_format
 from lightscale.files import size_text
 from lightscale.runs.run_directory import split_step
 
@@ -21,11 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN[@STEP]", help="the run's directory, or NAME for runs/NAME; a step (default: the newest)")
     add("--to", type=path_argument, required=True, metavar="PATH", help="the new directory to write")
-    default, *_ = FORMATS
     formats = (
-        "classes that load the export; fla (flash-linear-attention) if they compute the same (default: %(default)s)"
+        "classes that load the export; fla (flash-linear-attention) if they compute the same (default: transformers; "
+        "diffusers for runs that draw images)"
     )
-    add("--format", choices=tuple(FORMATS), default=default, help=formats)
+    add("--format", choices=tuple(FORMATS), help=formats)
+    add("--ema", metavar="NAME", help="the average of that name in optimizer.ema, in place of the weights")
     dtypes = "number format of the weights (default: %(default)s); angles, decays and bounds stay fp32"
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help=dtypes)
     how = parser.add_mutually_exclusive_group()
@@ -58,8 +59,9 @@ def _check_adapters(args: argparse.Namespace, chosen: ChosenRun) -> None:
             raise UserError(f"--{'merge' if args.merge else 'adapter'}: {path} has no [adapter]; remove this option")
     elif not (args.merge or args.adapter):
         raise UserError(f"{path} has adapters; use --adapter for PEFT's files, or --merge for the whole model")
-    if args.adapter and args.format != "transformers":
-        raise UserError(f"--adapter: PEFT's files are for --format transformers, not {args.format}; use --merge")
+    wanted = args.format or usual_format(chosen.config.task.name == "diffusion")
+    if args.adapter and wanted != "transformers":
+        raise UserError(f"--adapter: PEFT's files are for --format transformers, not {wanted}; use --merge")
     if args.base is not None and not args.adapter:
         raise UserError(f"--base {args.base}: only the files of --adapter name their base; remove --base")
 
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         format_name=args.format,
         adapters="alone" if args.adapter else "merge",
         base=args.base,
+        average=args.ema,
     )
     for reason in done.refused:
         print(f"skipped a damaged checkpoint: {reason}", file=sys.stderr)

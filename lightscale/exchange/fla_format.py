@@ -155,7 +155,7 @@ class FlaFormat(ExportFormat):
             blocks = _scaled(blocks, value_scale(shape))
         return Written(name=theirs, dtype=kept_dtype(name, dtype), shape=run.tensors.shape(rows), blocks=blocks)
 
-    def code(self, shape: Shape) -> dict[str, str]:
+    def beside(self, run: TrainedRun) -> dict[str, str]:
         """fla has it."""
         return {}
 

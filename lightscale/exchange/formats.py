@@ -5,7 +5,7 @@ Import strings, because the command's arguments are checked without torch.
 
 import importlib
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightscale.errors import UserError
 
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 FORMATS: dict[str, str] = {
     "transformers": "lightscale.exchange.transformers_format:TransformersFormat",
     "fla": "lightscale.exchange.fla_format:FlaFormat",
+    "diffusers": "lightscale.exchange.diffusers_format:DiffusersFormat",
 }
-"""Name to "module:class". The first is the default."""
+"""Name to "module:class"."""
 
 
 class ExportFormat(ABC):
     """Representation of a model in a library: weights by name, configuration, and the code that it needs."""
+
+    folder: ClassVar[str] = ""
+    """Of weights and config.json in an export; it ends with "/"."""
+    stem: ClassVar[str] = "model"
+    """What the files of weights begin with."""
 
     @abstractmethod
     def check(self, shape: "Shape") -> None:
@@ -40,12 +46,17 @@ class ExportFormat(ABC):
         """Every weight, in the order in which files hold them; angles, decays and bounds are fp32 at least."""
 
     @abstractmethod
-    def code(self, shape: "Shape") -> dict[str, str]:
-        """Code files of an export, by name."""
+    def beside(self, run: "TrainedRun") -> dict[str, str]:
+        """Further files of an export, by their paths in it: code, and what describes inputs."""
 
     @abstractmethod
     def usage(self, shape: "Shape") -> str:
         """Instructions to load the export, for its model card: Markdown with PATH for its directory."""
+
+
+def usual_format(predicts_noise: bool) -> str:
+    """The format of an export for which none was chosen."""
+    return "diffusers" if predicts_noise else "transformers"
 
 
 def format_named(name: str) -> ExportFormat:

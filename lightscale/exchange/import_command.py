@@ -7,6 +7,7 @@ from pathlib import Path
 from lightscale.config.arguments import RUNS, path_argument, run_argument
 from lightscale.config.files import load
 from lightscale.errors import UserError
+from lightscale.exchange.files.pipeline_folder import refuse_pipeline
 from lightscale.runs.run_directory import RunDirectory
 
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the run, and print on stderr how to use it."""
     target: Path = args.run if len(args.run.parts) > 1 else RUNS / args.run
+    refuse_pipeline(args.directory)
     if not (args.directory / "config.json").is_file():
         raise UserError(f"{args.directory}: no model; expected config.json and files of tensors")
     # Behind the arguments, as it imports torch.

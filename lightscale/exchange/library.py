@@ -30,11 +30,12 @@ from lightscale.evaluation.inference.written_text import decode_stream, encode_p
 from lightscale.exchange.chat.markup import Markup
 from lightscale.exchange.chat.session import ChatSession
 from lightscale.exchange.export_reader import is_export, open_export
+from lightscale.exchange.files.pipeline_folder import refuse_pipeline
 from lightscale.exchange.files.weights import empty_model, kept_dtype
 from lightscale.exchange.loaded import FillMaskModel, LibraryModel, TextClassifier
 from lightscale.exchange.loaded_images import ImageModel
 from lightscale.exchange.plain.mixers import State
-from lightscale.exchange.plain.model import CausalModel, ImageClassifier, MaskedModel
+from lightscale.exchange.plain.model import CausalModel, Classifier, ImageClassifier, MaskedModel
 from lightscale.exchange.trained import OpenedModel, open_run
 from lightscale.runs.run_directory import split_step
 
@@ -187,6 +188,8 @@ def load(
         UserError: the run, checkpoint or export is missing or damaged.
     """
     where, opened = _device(device), _opened(source)
+    if opened.shape.task == "diffusion":
+        raise UserError(f"{opened.origin}: it predicts noise; use `lightscale draw`, or pipeline.py of its export")
     # Every weight is put in its place as it is read.
     module = empty_model(opened.shape)
     for name, _ in list(module.named_parameters()):
@@ -209,11 +212,13 @@ def load(
         return ImageModel(module=module, origin=str(opened.origin), refused=opened.refused, classes=names)
     if isinstance(module, MaskedModel):
         return FillMaskModel(module=module, **of_run)
+    assert isinstance(module, Classifier), "refused before"
     return TextClassifier(module=module, classes=tuple(opened.classes), **of_run)
 
 
 def _opened(source: str | PathLike[str]) -> OpenedModel:
     path = Path(source)
+    refuse_pipeline(path)
     if is_export(path):
         return open_export(path)
     if path.is_dir() and not (path / "config.toml").exists():

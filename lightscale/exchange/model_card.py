@@ -19,12 +19,14 @@ _PIPELINES = {
     "masked": "fill-mask",
     "classify": "text-classification",
     "classify-image": "image-classification",
+    "diffusion": "unconditional-image-generation",
 }
 _KINDS = {
     "causal": "A language model",
     "masked": "A model that fills masks from the text before and after them,",
     "classify": "A model that classifies texts,",
     "classify-image": "A model that classifies images,",
+    "diffusion": "A diffusion transformer that draws images of given classes,",
 }
 
 
@@ -43,6 +45,11 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
         "width, heads, inner width": f"{model.hidden_size}, {model.num_heads}, {model.intermediate_size}",
         **_inputs(run),
         "numbers": dtype,
+        **(
+            {}
+            if run.average is None
+            else {"weights": f"average {run.average} of {config.optimizer.ema[run.average]:g}"}
+        ),
         "trained on": f"{', '.join(path.name for path in config.data.store_paths.values())}: {sources}",
         "steps, tokens": f"{run.step:,}, {tokens:,}",
         **({} if shape.image else {"sequence length": f"{config.data.sequence_length:,} tokens"}),
@@ -51,7 +58,7 @@ def model_card(run: TrainedRun, *, num_parameters: int, dtype: str, usage: str) 
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-library_name: transformers
+library_name: {"diffusers" if shape.task == "diffusion" else "transformers"}
 pipeline_tag: {_PIPELINES[shape.task]}
 tags: [lightscale, linear-attention]
 ---
@@ -85,6 +92,11 @@ def _inputs(run: TrainedRun) -> dict[str, str]:
 
 def _reading(run: TrainedRun) -> str:
     """How rows are made of inputs."""
+    if run.shape.task == "diffusion":
+        return (
+            "`draw` draws the images of `lightscale draw --sampler ddim` with the same seed, guidance and steps.\n"
+            "diffusers' `DDIMScheduler` reads `scheduler/`; call its `step` with `use_clipped_model_output=True`."
+        )
     if run.shape.image is not None:
         return (
             "The image processor scales an image to the size of training (bicubic), and its values as in training.\n"

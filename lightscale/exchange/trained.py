@@ -20,8 +20,14 @@ from lightscale.exchange.files.stored_tensors import StoredTensors
 from lightscale.exchange.files.weights import TensorRows, exported_tensors, run_shape, tensor_shapes
 from lightscale.exchange.plain.model import Shape
 from lightscale.models.adapters import adapted_maps
+from lightscale.parallel.optimizer_spec import average_state
 from lightscale.runs.base import base_run
-from lightscale.training.checkpoints.directories import CheckpointName, checkpoints_of_step, list_checkpoints
+from lightscale.training.checkpoints.directories import (
+    WEIGHTS_PREFIX,
+    CheckpointName,
+    checkpoints_of_step,
+    list_checkpoints,
+)
 from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.checkpoints.manifest import Manifest, hash_file
 from lightscale.training.checkpoints.reader import read_headers, read_state, verify
@@ -75,6 +81,8 @@ class TrainedRun:
     tensors: StoredTensors
     rows: dict[str, TensorRows]
     refused: tuple[str, ...]
+    average: str | None = None
+    """The name in ``optimizer.ema`` of what the tensors are; None: the weights."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -106,25 +114,36 @@ class TrainedRun:
         return self.tensors.read(self.rows[name])
 
 
-def open_run(chosen: ChosenRun) -> TrainedRun:
+def open_run(chosen: ChosenRun, *, average: str | None = None) -> TrainedRun:
     """The checkpoint of the step that was chosen, or the newest that is whole, hashed and checked as before a resume.
 
-    UserError where no checkpoint is whole, and where the tokenizer or model differs from the checkpoint.
+    ``average``: name in ``optimizer.ema`` of the average that takes the place of the weights.
+
+    UserError where no checkpoint is whole, or none has averages, and where the tokenizer or model differs from the
+    checkpoint.
     """
     shape = run_shape(chosen.config, num_ids=chosen.tokenizer.vocab_size)
     refused: list[str] = []
     # Of one step the weights alone come first: they are the same, and a third of the bytes to verify.
     for name in reversed(list_checkpoints(chosen.directory.checkpoints)):
-        if chosen.step not in (None, name.step):
+        # Weights-only checkpoints have no averages.
+        if chosen.step not in (None, name.step) or (average is not None and name.contents != "full"):
             continue
         try:
-            return _opened(chosen, shape, name, tuple(refused))
+            return _opened(chosen, shape, name, tuple(refused), average)
         except DamagedCheckpoint as error:
             refused.append(str(error))
+    if average is not None and not refused:
+        of_step = "" if chosen.step is None else f" of step {chosen.step}"
+        raise UserError(
+            f"--ema {average}: {chosen.directory.path} has no full checkpoint{of_step}; only these have averages"
+        )
     raise UserError("no intact checkpoint:\n" + "\n".join(f"  {line}" for line in refused))
 
 
-def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tuple[str, ...]) -> TrainedRun:
+def _opened(
+    chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tuple[str, ...], average: str | None
+) -> TrainedRun:
     path = chosen.directory.checkpoints / name.directory
     manifest = verify(path, name.step)
     state = read_state(path, manifest, ["data"])
@@ -134,7 +153,8 @@ def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tupl
             f"{chosen.tokenizer_origin}: its tokenizer ({tokenizer.name}, sha256 {tokenizer.sha256[:16]}…) differs "
             f"from the tokenizer of {path} (sha256 {expected[:16]}…)"
         )
-    tensors = StoredTensors(path, read_headers(path, manifest))
+    prefix = WEIGHTS_PREFIX if average is None else f"{average_state(average)}."
+    tensors = StoredTensors(path, read_headers(path, manifest), prefix=prefix)
     if chosen.config.adapters is not None:
         tensors = _merged(chosen.config, chosen.config.adapters, tensors, manifest)
     rows = exported_tensors(chosen.config.model, vocab_size=shape.vocab_size)
@@ -148,6 +168,7 @@ def _opened(chosen: ChosenRun, shape: Shape, name: CheckpointName, refused: tupl
         tensors=tensors,
         rows=rows,
         refused=refused,
+        average=average,
     )
 
 

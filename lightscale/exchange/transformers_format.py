@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lightscale.errors import UserError
 from lightscale.exchange.files import export_config, image_processor, modelling_file, own_vit
 from lightscale.exchange.files.export_config import ConfigFacts
 from lightscale.exchange.files.own_classes import whole_parts, whole_shapes
@@ -32,7 +33,9 @@ class TransformersFormat(ExportFormat):
     """Every model has this form; tensors in fp32 are bitwise those of the checkpoint."""
 
     def check(self, shape: Shape) -> None:
-        """All can be written."""
+        """All can be written but models that predict noise, which transformers has no classes of."""
+        if shape.task == "diffusion":
+            raise UserError("--format transformers: the run draws images; use --format diffusers")
 
     def config(self, shape: Shape, facts: ConfigFacts) -> dict[str, Any]:
         """See ``ExportFormat``."""
@@ -57,8 +60,9 @@ class TransformersFormat(ExportFormat):
             for key, parts in whole_parts(places, sizes).items()
         ]
 
-    def code(self, shape: Shape) -> dict[str, str]:
-        """None for transformers' own classes; of images also their processor's configuration."""
+    def beside(self, run: TrainedRun) -> dict[str, str]:
+        """Code, but none for transformers' own classes; of images also their processor's configuration."""
+        shape = run.shape
         found = {} if shape.image is None else {image_processor.NAME: image_processor.image_processor(shape.image)}
         if export_config.has_own_class(shape):
             return found

@@ -57,7 +57,7 @@ from lightscale.tasks.preference import PreferenceConfig
 from lightscale.training.beginning import REFERENCE_KEY, reference_sources
 from lightscale.training.build import build_engine, weight_dtype
 from lightscale.training.checkpoints.directories import Contents
-from lightscale.training.checkpoints.exports import wait_for_exports
+from lightscale.training.checkpoints.exports import export_options, wait_for_exports
 from lightscale.training.checkpoints.random_states import seed_generators
 from lightscale.training.checkpoints.save_policy import SavePolicy
 from lightscale.training.distillation import build_teacher, record_sensitivities
@@ -246,7 +246,7 @@ class Trainer:
             engine=self.engine,
             largest=self._largest,
             only_finite=config.guard.enabled,
-            adapters=config.adapters is not None,
+            export_options=export_options(config),
         )
         self.recovery = Recovery(
             config,

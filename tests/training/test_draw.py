@@ -130,6 +130,66 @@ def test_pictures_averages_and_measures(
     assert 1 <= found["classifier_score"] <= images.LABELS
 
 
+def test_an_export_draws_what_its_run_draws(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights and an average; the folder of the export alone."""
+    monkeypatch.chdir(trained)
+    for name, words in {"weights": [], "slow": ["--ema", "slow"]}.items():
+        assert main([*DRAW, *words, "--seed", "3", "--folder", f"of-{name}", "--out", f"of-{name}.png"]) == 0
+        out = Path(f"export-{name}")
+        assert main(["export", "runs/one", *words, "--to", str(out), "--dtype", "fp32"]) == 0
+        assert main(["verify", str(out)]) == 0
+        assert ("average slow of 0.9" in (out / "README.md").read_text()) == (name == "slow")
+        pipeline = runpy.run_path(str(out / "pipeline.py"))["LightscalePipeline"].load(out)
+        classes = [number % images.LABELS for number in range(6)]
+        drawn = pipeline.draw(classes, steps=3, guidance=2.0, seed=3).numpy().astype(int)
+        for number, label in enumerate(classes):
+            # Rounding of the model at most moves a pixel to the next byte.
+            difference = abs(drawn[number, ..., 0] - pixels(f"of-{name}/{label}/{number:05}.png"))
+            assert difference.max() <= 1 and (difference > 0).mean() < 0.05
+    assert not np.array_equal(pixels("of-weights.png"), pixels("of-slow.png"))
+    shutil.copytree("runs/one", "runs/averages-gone")
+    assert main(["average", "runs/one", "--ema", "slow", "--to", "runs/one-average"]) == 0
+    capsys.readouterr()
+    assert main(["export", "runs/one-average", "--ema", "slow", "--to", "none"]) != 0
+    assert "has no full checkpoint; only these have averages" in capsys.readouterr().err
+
+
+def tune(rank: int, world_size: int, init_method: str, folder: str) -> list[tuple[int, str]]:
+    """Adapters, exported while they are trained."""
+    others = ("optimizer.ema", "train.steps", "train.validate_every", "checkpoint.every")
+    words = ["train", *(word for word in WORDS if not word.startswith(others)), "optimizer.lr=0.1"]
+    words += [f"train.init_from=runs/one@{STEPS}", "optimizer.ema={}"]
+    words += ["train.steps=2", "train.validate_every=2", "checkpoint.every=2", "checkpoint.export_every=2"]
+    return commands(
+        rank, world_size, init_method, folder, [[*words, "adapter.name=lora", "adapter.r=2", "--run", "runs/lora"]]
+    )
+
+
+def test_adapters_of_a_run_that_draws_are_exported_in_the_weights(
+    trained: Path, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained)
+    (results,) = run_ranks(tune, 1, str(trained), timeout_s=600)
+    assert [code for code, _ in results] == [0], results
+    out = Path("runs/lora/exports/step-00000002")
+    pipeline = runpy.run_path(str(out / "pipeline.py"))["LightscalePipeline"].load(out)
+    assert main(["export", "runs/lora", "--merge", "--to", "lora-fp32", "--dtype", "fp32"]) == 0
+    wide = runpy.run_path("lora-fp32/pipeline.py")["LightscalePipeline"].load("lora-fp32")
+    assert main(["draw", "runs/lora", *DRAW[2:], "--folder", "of-lora", "--out", "of-lora.png"]) == 0
+    assert main([*DRAW, "--out", "of-base.png"]) == 0
+    classes = [number % images.LABELS for number in range(6)]
+    drawn = wide.draw(classes, steps=3, guidance=2.0).numpy().astype(int)
+    for number, label in enumerate(classes):
+        assert abs(drawn[number, ..., 0] - pixels(f"of-lora/{label}/{number:05}.png")).max() <= 1
+    assert abs(pixels("of-lora.png") - pixels("of-base.png")).max() > 5
+    assert pipeline.draw(classes, steps=3, guidance=2.0).shape == drawn.shape
+    capsys.readouterr()
+    assert main(["export", "runs/lora", "--adapter", "--to", "none"]) != 0
+    assert "PEFT's files are for --format transformers, not diffusers; use --merge" in capsys.readouterr().err
+
+
 def test_wrong_requests_are_refused(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +223,8 @@ def test_wrong_requests_are_refused(
         ("draw", "runs/judge", "--out", "new.png"): 'its task.name = "classify-image", which draws nothing',
         ("predict", "runs/one", "--file", "a.npz"): "use `lightscale draw` to draw images",
         ("generate", "runs/one", "--prompt", "a"): "use `lightscale draw` for this model",
-        ("export", "runs/one", "--to", "export"): 'cannot be loaded or exported; use "none"',
+        ("export", "runs/one", "--to", "export", "--format", "transformers"): "use --format diffusers",
+        ("export", "runs/one@12", "--to", "export", "--ema", "fast"): "optimizer.ema has: slow",
         ("train", *WORDS, "task.seed=3", "--run", "runs/one"): "--allow-change task.seed",
         ("train", *WORDS, "model.diffusion.num_labels=3", "--run", "runs/x"): "label",
         ("train", *WORDS, "train.init_from=runs/judge@24", "--run", "runs/x"): "[model.diffusion]",

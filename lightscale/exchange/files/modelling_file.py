@@ -1,16 +1,19 @@
-"""The one modelling file of an export, made of the files in ``plain/``: it imports torch and transformers alone.
+"""The one modelling file of an export, made of the files in ``plain/``: it imports torch, and transformers or
+safetensors, alone.
 
-transformers copies one file from a directory and runs it, so that they are put behind each other: their imports at
-its head, without those of each other.
+transformers and diffusers copy one file from a directory and run it, so that they are put behind each other: their
+imports at its head, without those of each other.
 """
 
 import ast
+from collections.abc import Sequence
 from importlib import resources
 
 NAME = "modeling_lightscale.py"
-_MODULES = (
+_MODEL = (
     "operators",
     "patches",
+    "diffusion",
     "mixers",
     "toeplitz",
     "softmax_mixer",
@@ -20,27 +23,28 @@ _MODULES = (
     "relation",
     "units",
     "model",
-    "transformers_config",
-    "transformers_model",
-    "transformers_images",
 )
+TRANSFORMERS = (*_MODEL, "transformers_config", "transformers_model", "transformers_images")
+"""The modules of the file that transformers loads."""
+DIFFUSERS = (*_MODEL, "diffusers_model")
+"""Those of the file that diffusers loads."""
 _PACKAGE = "lightscale.exchange.plain"
-_HEAD = '''"""A language model of lightscale, whole in one file of plain PyTorch.
+_HEAD = '''"""A model of lightscale, whole in one file of plain PyTorch.
 
 Token mixers with a state for each layer (TNL, HGRN2, cosFormer2, LightNet, scalar decays, the delta rule, CausalRN,
 softmax attention), those that read both ways (LION, LightNet, BiRN, softmax attention), and the classes by which
-transformers loads them.
+libraries load them.
 Written by `lightscale export`; licence: Apache-2.0.
 """
 '''
 
 
-def modelling_file() -> str:
-    """Its text."""
+def modelling_file(modules: Sequence[str] = TRANSFORMERS) -> str:
+    """Its text, of the files ``modules`` in ``plain/``."""
     imports: dict[str, set[str]] = {}
     plain: set[str] = set()
     bodies = []
-    for module in _MODULES:
+    for module in modules:
         text = (resources.files(_PACKAGE) / f"{module}.py").read_text(encoding="utf-8")
         tree = ast.parse(text)
         last = 0

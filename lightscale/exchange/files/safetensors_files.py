@@ -54,23 +54,25 @@ class Written:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_shards(directory: Path, tensors: Sequence[Written], *, shard_bytes: int) -> list[str]:
+def write_shards(directory: Path, tensors: Sequence[Written], *, shard_bytes: int, stem: str = "model") -> list[str]:
     """Write ``tensors`` in their order to files of at most ``shard_bytes``, or of one tensor; their names.
 
-    One file is called model.safetensors; several are numbered, with an index beside them that names each one's tensors.
+    One file is called STEM.safetensors; several are numbered, with an index beside them that names each one's tensors.
     """
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:
-        write_file(directory / SINGLE, shards[0])
-        return [SINGLE]
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        name = f"{stem}.safetensors"
+        write_file(directory / name, shards[0])
+        return [name]
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         write_file(directory / name, shard)
     places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     total = {"total_size": sum(tensor.num_bytes for tensor in tensors)}
     index = json.dumps({"metadata": total, "weight_map": dict(sorted(places.items()))}, indent=2)
-    (directory / INDEX).write_text(index + "\n", encoding="utf-8")
-    return [*names, INDEX]
+    index_name = f"{stem}.safetensors.index.json"
+    (directory / index_name).write_text(index + "\n", encoding="utf-8")
+    return [*names, index_name]
 
 
 def _shards(tensors: Sequence[Written], shard_bytes: int) -> Iterator[list[Written]]:

@@ -90,6 +90,11 @@ _PARTS = {
     "patches.weight": "model.embed_patches.projection.weight",
     "patches.bias": "model.embed_patches.projection.bias",
     "patches.leading": "model.embed_patches.leading",
+    "conditioning.time_in": "conditioning.time_in.weight",
+    "conditioning.time_in_bias": "conditioning.time_in.bias",
+    "conditioning.time_out": "conditioning.time_out.weight",
+    "conditioning.time_out_bias": "conditioning.time_out.bias",
+    "conditioning.labels": "conditioning.labels.weight",
 }
 """What the plain model calls the parameters of parts that a model holds once."""
 _ELSEWHERE = frozenset({"gate_rank", "causal", "positions"})
@@ -210,6 +215,9 @@ def form_of(name: str, options: BaseModel) -> MixerForm:
 
 def _predicted(model: ModelConfig, task: str) -> dict[str, Any]:
     head = model.head
+    if (noise := model.diffusion) is not None:
+        of_noise = {"num_labels": noise.num_labels, "timestep_width": noise.timestep_width}
+        return {**of_noise, "task": "diffusion", "image": image_inputs(model)}
     if head is None:
         return {"task": task}
     of_head = {"num_labels": head.num_labels, "pooling": head.pooling, "head_bias": head.bias}
@@ -235,7 +243,7 @@ def image_inputs(model: ModelConfig) -> ImageInputs | None:
 def _require_known(model: ModelConfig) -> None:
     """UserError for a formula that the plain model lacks."""
     # A grid without images has no plain form.
-    of_model = _OF_MODEL if model.patches is None else _OF_MODEL | {"grid", "patches"}
+    of_model = _OF_MODEL if model.patches is None else _OF_MODEL | {"grid", "patches", "diffusion"}
     tables: list[tuple[str, BaseModel, frozenset[str]]] = [("model", model, of_model)]
     for name in dict.fromkeys(model.layers):
         if name in FORMS or name in SOFTMAX_MIXERS:
@@ -355,11 +363,17 @@ def _exported(model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, Tensor
             key = f"{there}self_attention.{rows.parameter}"
             yield f"{here}mixer.{_ROLES[role]}", TensorRows(key=key, ranges=rows.ranges)
         yield from _linear_unit(model, there, here)
+        for kind in ("weight", "bias") if model.diffusion is not None else ():
+            yield f"{here}modulation.{kind}", TensorRows(key=f"{there}modulation.{kind}")
     for kind in of_norm if model.final_norm else ():
         yield f"model.norm.{kind}", TensorRows(key=f"decoder.final_layernorm.{kind}")
     if model.head is not None:
         for kind in ("weight", "bias") if model.head.bias else ("weight",):
             yield f"score.{kind}", TensorRows(key=f"output_layer.{kind}")
+    elif model.diffusion is not None:
+        for kind in ("weight", "bias"):
+            yield f"modulation.{kind}", TensorRows(key=f"output_layer.modulation.{kind}")
+            yield f"proj_out.{kind}", TensorRows(key=f"output_layer.{kind}")
     elif not model.tie_word_embeddings:
         yield "lm_head.weight", output
 

@@ -1,6 +1,6 @@
 """The model: embedding, blocks of mixer and gated linear unit, norm, output layer of what it was trained to predict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightscale.exchange.plain.decay_mixer import DecayMixer, ScalarDecay
 from lightscale.exchange.plain.delta_mixer import DELTA_MIXERS, DeltaForm
+from lightscale.exchange.plain.diffusion import ConditionEmbedding, ModulationMap, modulated
 from lightscale.exchange.plain.lion import LION_MIXERS, LionForm
 from lightscale.exchange.plain.mixers import (
     CosFormer2Mixer,
@@ -21,9 +22,18 @@ from lightscale.exchange.plain.mixers import (
     TNLForm,
     TNLMixer,
 )
-from lightscale.exchange.plain.patches import ImageInputs, PatchMap, alternating_orders, coordinates, interpolated
+from lightscale.exchange.plain.operators import wide_dtype
+from lightscale.exchange.plain.patches import (
+    ImageInputs,
+    PatchMap,
+    alternating_orders,
+    coordinates,
+    image_inputs_from,
+    interpolated,
+    pixels_of,
+)
 from lightscale.exchange.plain.relation import RELATION_MIXERS, RelationForm
-from lightscale.exchange.plain.softmax_mixer import Attention, SoftmaxMixer
+from lightscale.exchange.plain.softmax_mixer import Attention, SoftmaxMixer, attention_from
 from lightscale.exchange.plain.toeplitz import ToeplitzEncoding, ToeplitzForm
 from lightscale.exchange.plain.units import (
     BoundTable,
@@ -112,9 +122,11 @@ class Shape:
     """Rows of a table of positions, which is added to the embedding; 0: none."""
     task: str = "causal"
     """What is predicted: causal, the next token; masked, tokens that were hidden; classify, a label of the row;
-    classify-image, a label of the image."""
+    classify-image, a label of the image; diffusion, the noise in an image."""
     num_labels: int = 0
-    """Classes, of a classifier."""
+    """Classes, of a classifier, or that images are drawn of."""
+    timestep_width: int = 0
+    """Sines and cosines of a timestep, of a model that predicts noise."""
     pooling: str = "mean"
     """What a classifier sees of a row: the mean of its tokens' states, or that of the first or last."""
     head_bias: bool = False
@@ -140,6 +152,22 @@ class Shape:
         lightnet = self.forms.get("lightnet", LightNetForm())
         assert isinstance(lightnet, LightNetForm), type(lightnet)
         return "cosformer2" in self.mixers or ("lightnet" in self.mixers and lightnet.tpe)
+
+
+def shape_from(table: Mapping[str, Any]) -> Shape:
+    """The shape with the fields of ``table``, which are as JSON has them: nested ones as tables; None: as usual."""
+    read: dict[str, Callable[[Any], Any]] = {
+        "mixers": tuple,
+        "attention": attention_from,
+        "local_attention": attention_from,
+        "scalar_decay": lambda own: ScalarDecay(**own),
+        "lion": lambda own: {name: LionForm(**options) for name, options in own.items()},
+        "forms": lambda own: {name: FORMS[name](**options) for name, options in own.items()},
+        "toeplitz": lambda own: ToeplitzForm(**own),
+        "image": image_inputs_from,
+    }
+    given = {key: value for key, value in table.items() if value is not None}
+    return Shape(**{key: read[key](value) if key in read else value for key, value in given.items()})
 
 
 def block_norm(shape: Shape) -> Norm:
@@ -218,14 +246,39 @@ class Block(nn.Module):
         self, x: Tensor, state: State | None = None, mask: Tensor | None = None, **of_model: Tensor
     ) -> tuple[Tensor, State]:
         """x: (b, n, d) -> the same and the mixer's state. ``of_model``: what a mixer takes from the model."""
+        mixed, left = self.mix(self.normed(x, 0), x, state, mask, **of_model)
+        x = x + self.normed(mixed, 1)
+        return (x + self.normed(self.mlp(self.normed(x, 2)), 3) if self.has_unit else x), left
+
+    def mix(
+        self, normed: Tensor, x: Tensor, state: State | None, mask: Tensor | None, **of_model: Tensor
+    ) -> tuple[Tensor, State]:
+        """The mixer's output of ``normed``, and its state; x: the stream, which some mixers read too."""
         if self.reads_raw:
             of_model["raw"] = x
         for name in ("coordinates", "orders"):
             if name not in self.of_images:
                 of_model.pop(name, None)
-        mixed, left = self.mixer(self.normed(x, 0), state, mask, **of_model)
-        x = x + self.normed(mixed, 1)
-        return (x + self.normed(self.mlp(self.normed(x, 2)), 3) if self.has_unit else x), left
+        found: tuple[Tensor, State] = self.mixer(normed, state, mask, **of_model)
+        return found
+
+
+class DiffusionBlock(Block):
+    """x += g_1 mixer((1 + a_1) norm x + b_1); x += g_2 unit((1 + a_2) norm x + b_2), of each image (adaLN-Zero)."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__(shape, layer)
+        self.modulation = ModulationMap(shape.hidden_size, 6)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, mask: Tensor | None = None, **of_model: Tensor
+    ) -> tuple[Tensor, State]:
+        """As ``Block``; ``of_model`` has the conditioning, (b, d)."""
+        shift, scale, gate, *of_unit = self.modulation.vectors(of_model.pop("conditioning"))
+        mixed, left = self.mix(modulated(self.normed(x, 0), shift, scale), x, state, mask, **of_model)
+        x = x + gate * mixed
+        shift, scale, gate = of_unit
+        return x + gate * self.mlp(modulated(self.normed(x, 2), shift, scale)), left
 
 
 class Decoder(nn.Module):
@@ -255,7 +308,8 @@ class Decoder(nn.Module):
             hgrn2 = shape.forms.get("hgrn2", HGRN2Form())
             assert isinstance(hgrn2, HGRN2Form), type(hgrn2)
             self.lower_bounds = BoundTable(len(self.mixers), d, kind=hgrn2.lower_bounds)
-        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(len(self.mixers)))
+        block = DiffusionBlock if shape.task == "diffusion" else Block
+        self.layers = nn.ModuleList(block(shape, layer) for layer in range(len(self.mixers)))
         self.norm: nn.Module = nn.Identity()
         if shape.final_norm:
             self.norm = block_norm(shape)
@@ -374,8 +428,8 @@ class Classifier(nn.Module):
 class ImageDecoder(Decoder):
     """Pixels of images to activations behind the last norm."""
 
-    def pixels_output(self, pixel_values: Tensor, *, interpolate: bool = False) -> Tensor:
-        """pixel_values: (b, channels, height, width), scaled and normalised -> (b, n, d).
+    def pixels_output(self, pixel_values: Tensor, *, interpolate: bool = False, **of_all: Tensor) -> Tensor:
+        """pixel_values: (b, channels, height, width), scaled and normalised -> (b, n, d); ``of_all``: for all layers.
 
         ValueError for images of another size than in training, unless ``interpolate``: learned positions are
         interpolated, others are coordinates.
@@ -389,8 +443,8 @@ class ImageDecoder(Decoder):
         if self.tpe is not None:
             x = self.tpe.along_axes(x, grid)
         states: list[State | None] = [None] * (1 + len(self.layers))
-        orders = alternating_orders(grid, x.device)
-        return self.layers_output(x, states, [{}], coordinates=coordinates(grid, x.device), orders=orders)[0]
+        places, orders = coordinates(grid, x.device), alternating_orders(grid, x.device)
+        return self.layers_output(x, states, [{}], None, None, coordinates=places, orders=orders, **of_all)[0]
 
     @property
     def image(self) -> ImageInputs:
@@ -414,7 +468,31 @@ class ImageClassifier(nn.Module):
         return logits
 
 
-PlainModel = CausalModel | MaskedModel | Classifier | ImageClassifier
+class ImageDenoiser(nn.Module):
+    """Noised pixels of images, timesteps and classes to predictions of the noise: a diffusion transformer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = ImageDecoder(shape)
+        self.conditioning = ConditionEmbedding(shape.hidden_size, shape.timestep_width, shape.num_labels)
+        self.modulation = ModulationMap(shape.hidden_size, 2)
+        self.proj_out = nn.Linear(shape.hidden_size, self.model.embed_patches.projection.in_features)
+
+    def forward(self, pixel_values: Tensor, timesteps: Tensor, classes: Tensor) -> Tensor:
+        """pixel_values: (b, channels, height, width), scaled and noised -> the same shape, fp32 at least.
+
+        Args:
+            pixel_values: of images of the size of training; ValueError for others.
+            timesteps, classes: (b,) int64; the class ``num_labels`` is none.
+        """
+        conditioning = self.conditioning(timesteps, classes)
+        hidden = self.model.pixels_output(pixel_values, conditioning=conditioning)
+        predicted = self.proj_out(modulated(hidden, *self.modulation.vectors(conditioning)))
+        return pixels_of(predicted.to(wide_dtype(predicted)), self.model.image)
+
+
+PlainModel = CausalModel | MaskedModel | Classifier | ImageClassifier | ImageDenoiser
 
 
 def model_of(shape: Shape) -> PlainModel:
@@ -428,4 +506,6 @@ def model_of(shape: Shape) -> PlainModel:
             return Classifier(shape)
         case "classify-image":
             return ImageClassifier(shape)
-    raise ValueError(f"unknown task {shape.task!r}; use causal, masked, classify or classify-image")
+        case "diffusion":
+            return ImageDenoiser(shape)
+    raise ValueError(f"unknown task {shape.task!r}; use causal, masked, classify, classify-image or diffusion")

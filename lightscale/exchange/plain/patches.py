@@ -1,7 +1,9 @@
 """Images as rows of patches: their form, the embedding of pixels, and where the patches stand."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,12 @@ class ImageInputs:
         return -self.leading_tokens % self.grid[1]
 
 
+def image_inputs_from(table: Mapping[str, Any]) -> ImageInputs:
+    """Those with the fields of ``table``, whose pairs are lists, as JSON has them."""
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    return ImageInputs(**fields)
+
+
 def coordinates(image: ImageInputs, device: torch.device) -> Tensor:
     """(1, n, 2) int64: row and column of each token; leading tokens stand in rows above the patches, none below 0."""
     cells = torch.arange(image.tokens, device=device)[None] + image.first_cell
@@ -69,6 +77,13 @@ def interpolated(table: Tensor, image: ImageInputs, other: ImageInputs) -> Tenso
     planes = cells.to(wide_dtype(table)).T.reshape(1, -1, *image.grid)
     found = F.interpolate(planes, size=other.grid, mode="bicubic", align_corners=False)
     return torch.cat([leading, found.flatten(2)[0].T.to(table.dtype)])
+
+
+def pixels_of(patches: Tensor, image: ImageInputs) -> Tensor:
+    """Patches (b, n, p), pixels row by row with the channels last, of ``image`` -> (b, channels, height, width)"""
+    (rows, columns), (height, width) = image.grid, image.patch_size
+    cells = patches.view(len(patches), rows, columns, height, width, image.num_channels)
+    return cells.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), image.num_channels, *image.image_size)
 
 
 class PatchMap(nn.Module):

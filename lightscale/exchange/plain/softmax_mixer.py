@@ -1,6 +1,7 @@
 """Softmax attention: LLaMA's, with the options of today's models."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,12 @@ class Attention:
     """Whether a learned logit of each head joins the softmax's sum."""
     output_gate: bool = False
     """Whether outputs are multiplied by the sigmoid of a linear map of the input."""
+
+
+def attention_from(table: Mapping[str, Any]) -> Attention:
+    """That with the fields of ``table``, whose scaling is a table too, as JSON has it."""
+    scaling = table.get("rope_scaling")
+    return Attention(**{**table, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
 
 
 class QueryKeyNorm(nn.Module):

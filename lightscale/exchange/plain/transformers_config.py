@@ -1,16 +1,17 @@
 """config.json as transformers has it: the shape of a model."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from lightscale.exchange.plain.decay_mixer import ScalarDecay
-from lightscale.exchange.plain.lion import LionForm
-from lightscale.exchange.plain.model import FORMS, Shape
-from lightscale.exchange.plain.patches import ImageInputs
-from lightscale.exchange.plain.softmax_mixer import Attention, RopeScaling
-from lightscale.exchange.plain.toeplitz import ToeplitzForm
+from lightscale.exchange.plain.model import Shape, shape_from
+
+_NAMES = {"attention": "softmax_attention", "tied": "tie_word_embeddings"}
+"""Names in config.json of fields of ``Shape``, where they differ."""
+_OF_TASKS = ("task", "num_labels", "timestep_width")
+"""Fields that follow from the class of a model."""
 
 
 class LightscaleConfig(PreTrainedConfig):
@@ -79,46 +80,5 @@ class LightscaleConfig(PreTrainedConfig):
 
     def shape(self) -> Shape:
         """What the modules are made of."""
-        attention, local = (_attention(table or {}) for table in (self.softmax_attention, self.local_attention))
-        return Shape(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            intermediate_size=self.intermediate_size,
-            mixers=tuple(self.mixers),
-            gate_ranks=self.gate_ranks,
-            glu_activation=self.glu_activation,
-            gated_linear_unit=self.gated_linear_unit,
-            mlp_bias=self.mlp_bias,
-            norm=self.norm,
-            norm_elementwise_affine=self.norm_elementwise_affine,
-            rms_norm_eps=self.rms_norm_eps,
-            norm_placement=self.norm_placement,
-            zero_centered_norm=self.zero_centered_norm,
-            embedding_multiplier=self.embedding_multiplier,
-            final_logit_cap=self.final_logit_cap,
-            attention=attention,
-            local_attention=local,
-            scalar_decay=ScalarDecay(**(self.scalar_decay or {})),
-            tied=self.tie_word_embeddings,
-            lightnet_causal=self.lightnet_causal,
-            lion={name: LionForm(**options) for name, options in self.lion.items()},
-            pooling=self.pooling,
-            head_bias=self.head_bias,
-            image=None if self.image is None else _image(self.image),
-            forms={name: FORMS[name](**options) for name, options in self.forms.items()},
-            final_norm=self.final_norm,
-            toeplitz=ToeplitzForm(**(self.toeplitz or {})),
-            learned_positions=self.learned_positions,
-        )
-
-
-def _attention(table: dict[str, Any]) -> Attention:
-    scaling = table.get("rope_scaling")
-    return Attention(**table | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-
-
-def _image(table: dict[str, Any]) -> ImageInputs:
-    # Lists of numbers, as JSON has them.
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-    return ImageInputs(**fields)
+        names = {field.name: _NAMES.get(field.name, field.name) for field in fields(Shape)}
+        return shape_from({own: getattr(self, name) for own, name in names.items() if own not in _OF_TASKS})

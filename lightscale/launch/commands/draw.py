@@ -109,9 +109,8 @@ def _asked(args: argparse.Namespace) -> DrawingRequest:
             f'{chosen.directory.path}: its task.name = "{task.name}", which draws nothing; use a run with task.name = '
             '"diffusion"'
         )
-    if args.ema is not None and args.ema not in config.optimizer.ema:
-        known = ", ".join(config.optimizer.ema) or "none"
-        raise UserError(f"--ema {args.ema}: {chosen.directory.path} keeps no such average; optimizer.ema has: {known}")
+    if args.ema is not None:
+        chosen.require_average(args.ema)
     names = class_names(chosen)
     if args.folder is not None:
         for name in names:

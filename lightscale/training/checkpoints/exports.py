@@ -17,13 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
 import psutil
 
+from lightscale.config.schema import RunConfig
+from lightscale.config.tasks import task_class
 from lightscale.runs.journal import Journal
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.checkpoints.directories import clear, directory_name, list_steps
@@ -51,6 +53,13 @@ class _Export:
     began_s: float
 
 
+def export_options(config: RunConfig) -> list[str]:
+    """Options of `lightscale export`: adapters are exported alone, or in the weights where PEFT has no such models."""
+    if config.adapters is None:
+        return []
+    return ["--merge"] if task_class(config.task.name).predicts_noise else ["--adapter"]
+
+
 def unexported(run: RunDirectory, every: int | None, steps: Collection[int]) -> set[int]:
     """Those of ``steps`` that `checkpoint.export_every` = ``every`` asks exports of, and that have none yet."""
     if every is None:
@@ -65,12 +74,14 @@ class Exports:
         directory: of the run.
         journal: where each is recorded.
         every: steps between two of them; None: none are made, as on all ranks but one.
-        adapters: whether the run trains adapters, which are exported alone.
+        options: further ones of `lightscale export`.
     """
 
-    def __init__(self, directory: RunDirectory, journal: Journal, *, every: int | None, adapters: bool = False) -> None:
+    def __init__(
+        self, directory: RunDirectory, journal: Journal, *, every: int | None, options: Sequence[str] = ()
+    ) -> None:
         self._run, self._journal, self._every = directory, journal, every
-        self._options = ["--adapter"] if adapters else []
+        self._options = options
         self._current: _Export | None = None
         self._failed: set[int] = set()
         self._last_reason = ""

@@ -43,12 +43,13 @@ class SavePolicy:
         engine: Engine,
         largest: Largest,
         only_finite: bool,
-        adapters: bool = False,
+        export_options: Sequence[str] = (),
     ) -> None:
         self._config, self._journal, self._heartbeat, self._engine = config, journal, heartbeat, engine
         self._largest = largest
         is_first = engine.mesh.rank == 0
-        self.exports = Exports(directory, journal, every=config.export_every if is_first else None, adapters=adapters)
+        every = config.export_every if is_first else None
+        self.exports = Exports(directory, journal, every=every, options=export_options)
         """Those of rank 0."""
         followed = partial(needed, directory)
         self.saver = Saver(

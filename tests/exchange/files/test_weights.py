@@ -7,7 +7,6 @@ import pytest
 from lightscale.config import shipped
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
 from lightscale.exchange.files.weights import exported_tensors, run_shape, tensor_shapes
 from lightscale.models.accounting import parameter_shapes
 
@@ -28,12 +27,7 @@ def check(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("name", shipped.run_names())
 def test_a_shipped_run(name: str) -> None:
-    config = load(shipped.shipped_file(name))
-    if config.model.diffusion is None:
-        check(config)
-    else:
-        with pytest.raises(UserError, match=r"model\.diffusion = .* cannot be loaded or exported"):
-            check(config)
+    check(load(shipped.shipped_file(name)))
 
 
 @pytest.mark.parametrize("name", ["tnl", "cosformer2", "hgrn2"])
