@@ -61,7 +61,8 @@ LATE = {
     ("lightscale.launch.commands.predict", "lightscale.evaluation.prediction.image_files"),
     ("lightscale.data_pipeline.augmentation.augment", "lightscale.data_pipeline.augmentation.pillow"),
     ("lightscale.data_pipeline.augmentation.augment", "lightscale.data_pipeline.augmentation.rand_augment"),
-    ("lightscale.data_pipeline.commands.images", "lightscale.data_pipeline.images.prepare"),
+    ("lightscale.data_pipeline.commands.images", "lightscale.data_pipeline.images.decode"),
+    ("lightscale.evaluation.drawing.pictures", "lightscale.data_pipeline.augmentation.pillow"),
     ("lightscale.exchange.loaded_images", "lightscale.data_pipeline.images.decode"),
     # Behind the checks of arguments and runs: they import torch.
     # Only where lm-eval is installed.

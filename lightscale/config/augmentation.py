@@ -55,6 +55,11 @@ class AugmentationConfig(Section):
         """Whether a change is Pillow's."""
         return self.crop_scale is not None or self.rand_augment_ops > 0
 
+    @property
+    def only_flips(self) -> bool:
+        """Whether an image is at most flipped."""
+        return not (self.needs_pillow or self.random_erasing or self.mixes)
+
     def description(self) -> str:
         """All that decides the images: the keys that differ from their defaults; empty: images stay as they are."""
         decisive = self.model_dump(exclude_defaults=True, exclude={"workers"})

@@ -15,13 +15,13 @@ from lightscale.config.mixers import Direction, known_mixers, mixer_entry, mixer
 from lightscale.config.section import (
     MOST_LAYERS,
     Extent,
+    Finite,
     IdsOrZero,
     Positive,
     Section,
     Small,
     Width,
     WidthOrZero,
-    ZeroToOne,
     error_inside,
 )
 from lightscale.errors import shortened
@@ -29,6 +29,8 @@ from lightscale.errors import shortened
 _MIXER_ENTRY = re.compile(r"(?P<name>[a-z][a-z0-9_-]*)(\*(?P<count>[1-9][0-9]*))?")
 
 
+MOST_CHANNELS = 4096
+"""Numbers of a pixel of latents."""
 Pooling = Literal["mean", "first", "last"]
 
 
@@ -86,12 +88,14 @@ class PatchesConfig(Section):
 
     size: Annotated[list[Extent], Field(min_length=2, max_length=2)]
     """Height and width of a patch, in pixels; times model.grid.shape they are those of the images."""
-    channels: Literal[1, 3] = 3
-    """Numbers per pixel; 1: grey, 3: RGB."""
-    mean: Annotated[list[ZeroToOne], Field(default=[0.5], min_length=1, max_length=3)]
-    """Subtracted from pixels, which are 0 to 1; one number for all channels, or one per channel."""
-    std: Annotated[list[Small], Field(default=[0.5], min_length=1, max_length=3)]
-    """Divisor of pixels less their mean; as mean."""
+    channels: Annotated[int, Field(ge=1, le=MOST_CHANNELS)] = 3
+    """Numbers per pixel; 1: grey, 3: RGB, other numbers: of latents."""
+    latents: bool = False
+    """Whether images are latents: floats of an encoder, which are not scaled to 0 to 1, cut off or rounded."""
+    mean: Annotated[list[Finite], Field(default=[0.5], min_length=1, max_length=MOST_CHANNELS)]
+    """Subtracted from pixels, which are 0 to 1, or from latents; one number for all channels, or one per channel."""
+    std: Annotated[list[Small], Field(default=[0.5], min_length=1, max_length=MOST_CHANNELS)]
+    """Divisor of pixels or latents less their mean; as mean."""
     learned_positions: bool = False
     """Whether a learned vector is added to every token, as in ViT; otherwise only mixers and TPE have positions."""
 
@@ -103,6 +107,15 @@ class PatchesConfig(Section):
                     f"model.patches.{name} has {len(values)} numbers for {self.channels} channels "
                     f"(model.patches.channels); use 1 or {self.channels} of them"
                 )
+        if self.latents:
+            return self
+        if self.channels not in (1, 3):
+            raise ValueError(
+                f"model.patches.channels = {self.channels}: pixels have 1 (grey) or 3 (RGB); use one of these, or "
+                "model.patches.latents = true"
+            )
+        if not all(0 <= value <= 1 for value in self.mean):
+            raise ValueError(f"model.patches.mean = {self.mean}: pixels are 0 to 1; use numbers from 0 to 1")
         return self
 
 

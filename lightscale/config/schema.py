@@ -716,6 +716,18 @@ class RunConfig(Section):
             raise ValueError(f'data.packing = "{self.data.packing}": a sequence is one image; use "concat"')
         if self.data.curriculum:
             raise ValueError("data.curriculum: images have one size; remove the curriculum stages")
+        patches, changes = self.model.patches, getattr(self.task, "augmentation", None)
+        if patches is not None and patches.latents:
+            if not task_class(self.task.name).predicts_noise:
+                raise ValueError(
+                    f'model.patches.latents = true with task.name = "{self.task.name}", which reads pixels; use '
+                    'task.name = "diffusion"'
+                )
+            if changes is not None and not changes.only_flips:
+                raise ValueError(
+                    "task.augmentation changes pixels, and model.patches.latents = true: latents can be flipped alone; "
+                    "use horizontal_flip, and leave out the others"
+                )
 
     def _check_grid(self) -> None:
         """Raise ValueError where a sequence would cut documents, whose coordinates are counted from their starts."""

@@ -45,6 +45,7 @@ Positive = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Finite = Annotated[float, Field(ge=-1e6, le=1e6)]
 ZeroToOne = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -64,7 +64,9 @@ class DiffusersFormat(ExportFormat):
         """See ``ExportFormat``."""
         task, image = run.chosen.config.task, run.shape.image
         assert isinstance(task, DiffusionTaskConfig) and image is not None, "checked"
-        scheduler = scheduler_config(task.schedule, task.timesteps, task.prediction, image.image_mean, image.image_std)
+        scheduler = scheduler_config(
+            task.schedule, task.timesteps, task.prediction, image.image_mean, image.image_std, latents=image.latents
+        )
         index = {
             "_class_name": ["pipeline", "LightscalePipeline"],
             "transformer": [modelling_file.NAME.removesuffix(".py"), _CLASS],

@@ -71,11 +71,18 @@ def check_images(
     assert model.patches is not None and model.grid is not None, "checked before"
     if not _fits(store.image_shape, model.image_shape):
         found = "no images" if store.image_shape is None else f"images of {_shown(store.image_shape)}"
+        option = "--latents" if model.patches.latents else "--images"
         raise UserError(
             f"{store.title} has {found}, and the model reads images of {_shown(model.image_shape)} "
             f"(model.grid.shape = {model.grid.shape} times model.patches.size = {model.patches.size}, "
-            f"model.patches.channels = {model.patches.channels}); prepare the store with --images "
+            f"model.patches.channels = {model.patches.channels}); prepare the store with {option} "
             f"{'x'.join(map(str, model.image_shape or ()))}, or larger, or change these keys"
+        )
+    if store.has_latents != model.patches.latents:
+        found, cure = ("latents", "true") if store.has_latents else ("pixels", "false")
+        raise UserError(
+            f"{store.title} has {found}, and model.patches.latents = {str(model.patches.latents).lower()}; use {cure}, "
+            f"or a store of {'pixels (--images)' if store.has_latents else 'latents (--latents)'}"
         )
     if augmentation.needs_pillow and find_spec("PIL") is None:
         raise UserError(

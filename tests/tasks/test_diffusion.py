@@ -20,7 +20,8 @@ from lightscale.config.schema import AdapterConfig
 from lightscale.data_pipeline.augmentation.noise import as_bytes, betas, scaled, signal_shares
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.loading.windows import Batch
-from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.store.token_store import StoreWriter, TokenStore
+from lightscale.data_pipeline.tokenizers import NoText
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes, parameter_terms, rank_parameters
 from lightscale.models.language_model import language_model_chunks, transformer_config
@@ -150,6 +151,40 @@ def test_noise_can_be_taken_off_again(tmp_path: Path, prediction: str) -> None:
     assert abs(numbers.std() - 1) < 4 / math.sqrt(2 * numbers.size)
     assert min(timesteps) < 5 and max(timesteps) > 44 and len(set(timesteps)) > 30
     assert 12 < dropped < 48
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_latents_are_noised_as_they_are(tmp_path: Path, dtype: str) -> None:
+    """Neither scaled by 255 nor cut off nor rounded; flipped from left to right where that is asked for."""
+    latents = (20 * np.random.default_rng(4).normal(size=(images.IMAGES, *images.SHAPE)) - 30).astype(dtype)
+    documents: Any = {"image": (dtype, (latents[0].size,)), "label": "int32"}
+    with StoreWriter(
+        tmp_path / "store", NoText(), image_shape=images.SHAPE, shard_tokens=64, chunk_tokens=16
+    ) as writer:
+        source = writer.source("latents", documents=documents)
+        for number, one in enumerate(latents):
+            values = {"image": one.ravel(), "label": images.label_of(number)}
+            source.append([], num_bytes=one.nbytes, documents=values)
+        writer.finish({"sources": {"latents": {}}})
+    mean, std = [-30.0, -31.0, 2.0], [20.0, 7.0, 0.5]
+    model = model_of(mixer="lion-lit", patches={"size": [2, 2], "latents": True, "mean": mean, "std": std})
+    Diffusion(DiffusionTaskConfig(), model).check_store(model, TokenStore(tmp_path / "store"), ["latents"])
+    shares, flipped = signal_shares("linear", 1000), 0
+    task = {"augmentation": {"horizontal_flip": 0.5}}
+    data = loader(tmp_path / "store", model, task=task)
+    for number in range(6):
+        at = number * data.tokens_per_step
+        for row, location in enumerate(data.step_after(at).locations):
+            batch, own = data.batches_after(at)[row // 2], row % 2
+            assert batch.conditions is not None and batch.wanted is not None
+            t, _ = batch.conditions[own].tolist()
+            image = batch.tokens[own].double().numpy() - math.sqrt(1 - shares[t]) * batch.wanted[own].double().numpy()
+            whole = (latents[location.window].astype(np.float64) - mean) / std
+            ways = [np.stack(images.patches(one)) * math.sqrt(shares[t]) for one in (whole, whole[:, ::-1])]
+            errors = [np.abs(image - one).max() for one in ways]
+            assert min(errors) < 1e-4
+            flipped += errors[1] < errors[0]
+    assert 10 < flipped < 38
 
 
 def test_validation_drops_no_class_and_repeats(tmp_path: Path) -> None:

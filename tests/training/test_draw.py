@@ -190,6 +190,73 @@ def test_adapters_of_a_run_that_draws_are_exported_in_the_weights(
     assert "PEFT's files are for --format transformers, not diffusers; use --merge" in capsys.readouterr().err
 
 
+def latents_of(folder: Path) -> list[str]:
+    """Words of a training on latents, which are written with their store; a class is a corner that is far off."""
+    labels = np.arange(160) % images.LABELS
+    latents = np.random.default_rng(0).normal(size=(160, 8, 8, 5)) * 3
+    for latent, label in zip(latents, labels, strict=True):
+        latent.reshape(2, 4, 2, 4, 5)[label // 2, :, label % 2] += 40
+    np.savez(folder / "latents.npz", latents=latents.astype(np.float16), labels=labels)
+    words = ["--latents", "8x8x5", "--validation", "0.2", "--name", "a", "--out", str(folder / "latents")]
+    assert main(["data", "prepare", str(folder / "latents.npz"), *words]) == 0
+    patches = "model.patches={size=[2, 2], channels=5, latents=true, mean=[10.0], std=[17.0]}"
+    return [*WORDS, "data.store=latents", patches, "task.augmentation.horizontal_flip=0.5"]
+
+
+def on_latents(rank: int, world_size: int, init_method: str, folder: str, words: list[str]) -> list[tuple[int, str]]:
+    draw = ["draw", "runs/of-latents", *DRAW[2:], "parallel.sequence=2", "--latents", "four.npz"]
+    lines = [["train", *words, "parallel.tensor=2", "--run", "runs/of-latents"], draw]
+    return commands(rank, world_size, init_method, folder, lines)
+
+
+def test_latents_are_drawn_and_exported(
+    trained: Path, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained and drawn on four ranks, drawn on one, by an export, and prepared again."""
+    monkeypatch.chdir(trained)
+    words = latents_of(trained)
+    for results in run_ranks(on_latents, 4, str(trained), words, timeout_s=600):
+        assert [code for code, _ in results] == [0, 0], results
+    metrics = read_metrics(trained / "runs/of-latents/metrics.jsonl")
+    assert np.isfinite(metrics[-1]["validation"]["held"]["loss"])
+    run = ["draw", "runs/of-latents", *DRAW[2:]]
+    assert main([*run, "--latents", "one.npz"]) == 0
+    found, four = np.load("one.npz"), np.load("four.npz")
+    assert found["latents"].dtype == np.float32 and found["latents"].shape == (6, 8, 8, 5)
+    assert found["labels"].tolist() == ["0", "1", "2", "3", "0", "1"]
+    np.testing.assert_allclose(found["latents"], four["latents"], rtol=0, atol=1e-3)
+    # Of no pixels' range, and not rounded.
+    assert found["latents"].min() < -1 and found["latents"].max() > 2
+    assert main(["export", "runs/of-latents", "--to", "export-latents", "--dtype", "fp32"]) == 0
+    pipeline = runpy.run_path("export-latents/pipeline.py")["LightscalePipeline"].load("export-latents")
+    drawn = pipeline.draw([0, 1, 2, 3, 0, 1], steps=3, guidance=2.0).numpy()
+    np.testing.assert_allclose(drawn, found["latents"], rtol=0, atol=1e-3)
+    scheduler = json.loads(Path("export-latents/scheduler/scheduler_config.json").read_text())
+    assert not scheduler["clip_sample"]
+    again = ["data", "prepare", "one.npz", "--latents", "8x8x5", "--latents-dtype", "float32", "--validation", "0"]
+    assert main([*again, "--out", "again"]) == 0
+    capsys.readouterr()
+    for more, message in {
+        ("--out", "x.png", "--latents", "x.npz"): "--out x.png: it is for pixels, and runs/of-latents draws latents",
+        ("--classifier", "runs/judge", "--latents", "x.npz"): "--classifier runs/judge: it is for pixels",
+        ("--folder", "x", "--latents", "x.npz"): "--folder x: it is for pixels",
+        ("--scale", "1", "--latents", "x.npz"): "--scale 1: it is for pixels",
+        (): "--latents is missing: runs/of-latents draws latents",
+        ("--latents", "x.png"): "use a name that ends in .npz",
+        ("--latents", "one.npz"): "--latents one.npz: the path exists",
+    }.items():
+        assert main([*run, *more]) != 0, more
+        assert message in capsys.readouterr().err, more
+    assert main([*DRAW, "--latents", "x.npz"]) != 0
+    assert "--latents x.npz: runs/one draws pixels; use --out FILE" in capsys.readouterr().err
+    assert main(DRAW) != 0
+    assert "--out is missing" in capsys.readouterr().err
+    for unfit in ([*WORDS, "data.store=latents"], [*words, "data.store=store"]):
+        assert main(["train", *unfit, "--run", "runs/unfit"]) != 0
+        assert "model.patches" in capsys.readouterr().err
+    assert not Path("x.npz").exists() and not Path("x.png").exists()
+
+
 def test_wrong_requests_are_refused(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

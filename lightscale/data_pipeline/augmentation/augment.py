@@ -11,6 +11,7 @@ on leaves those of the others.
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from lightscale.config.augmentation import AugmentationConfig
 from lightscale.data_pipeline.augmentation import boxes
 from lightscale.data_pipeline.augmentation.draws import Draws
 
-Pixels = NDArray[np.uint8]
+Pixels = NDArray[Any]
+"""uint8; latents, floats, are flipped alone."""
 # Keys of random numbers.
 _CROP, _FLIP, _RAND_AUGMENT, _ERASE, _MIX = range(5)
 

@@ -9,7 +9,7 @@ Timestep, noise and whether a label is dropped are a function of (seed, turn): s
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,15 +66,15 @@ class Noise:
     """Probability that an image's class is dropped, for classifier-free guidance."""
     num_labels: int
     mean: Sequence[float]
-    """Of the pixels of each channel, 0 to 1, with their ``std``."""
+    """Of the pixels of each channel, 0 to 1, or of latents, with their ``std``."""
     std: Sequence[float]
 
-    def __call__(self, turns: Sequence[int], patches: NDArray[np.uint8], labels: Sequence[int]) -> NoisedImages:
-        """Of the images of ``turns``, whose bytes are ``patches`` (b, n, p), channels last, with ``labels``."""
+    def __call__(self, turns: Sequence[int], patches: NDArray[Any], labels: Sequence[int]) -> NoisedImages:
+        """Of the images of ``turns`` with ``labels``; ``patches``: (b, n, p), channels last, bytes or latents."""
         shares = signal_shares(self.schedule, self.timesteps)
         noised, wanted, conditions = [], [], []
-        for turn, bytes_, label in zip(turns, patches, labels, strict=True):
-            image = scaled(bytes_, self.mean, self.std)
+        for turn, patch, label in zip(turns, patches, labels, strict=True):
+            image = scaled(patch, self.mean, self.std)
             timestep = Draws(self.seed, turn, _TIMESTEP).below(self.timesteps)
             noise = Draws(self.seed, turn, _NOISE).normal(*image.shape)
             is_dropped = Draws(self.seed, turn, _DROP).uniform() < self.label_dropout
@@ -97,15 +97,21 @@ class Noise:
         )
 
 
-def scaled(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float64]:
-    """(…, p) bytes, channels last -> (pixels / 255 - mean) / std."""
-    of_patch = (np.resize(values, pixels.shape[-1]) for values in (mean, std))
-    shift, scale = of_patch
-    found: NDArray[np.float64] = (pixels / 255 - shift) / scale
+def scaled(image: NDArray[Any], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float64]:
+    """(…, p) bytes of pixels, channels last -> (pixels / 255 - mean) / std; floats of latents -> (x - mean) / std."""
+    shift, scale = (np.resize(values, image.shape[-1]) for values in (mean, std))
+    values = image / 255 if image.dtype == np.uint8 else image.astype(np.float64)
+    found: NDArray[np.float64] = (values - shift) / scale
+    return found
+
+
+def unscaled(values: NDArray[np.float64], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float64]:
+    """(…, p) -> values std + mean: ``scaled`` of latents backwards."""
+    shift, scale = (np.resize(one, values.shape[-1]) for one in (mean, std))
+    found: NDArray[np.float64] = values * scale + shift
     return found
 
 
 def as_bytes(values: NDArray[np.float64], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.uint8]:
-    """(…, p) -> the nearest bytes: ``scaled`` backwards."""
-    shift, scale = (np.resize(one, values.shape[-1]) for one in (mean, std))
-    return np.rint(np.clip(values * scale + shift, 0, 1) * 255).astype(np.uint8)
+    """(…, p) -> the nearest bytes: ``scaled`` of pixels backwards."""
+    return np.rint(np.clip(unscaled(values, mean, std), 0, 1) * 255).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""``lightscale data prepare --images``: files of images to a token store."""
+"""``lightscale data prepare --images`` and ``--latents``: files of images to a token store."""
 
 import argparse
 import re
@@ -8,11 +8,15 @@ from pathlib import Path
 from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.commands.corpus import DEFAULT_VALIDATION, is_corpus_file, source_name
 from lightscale.data_pipeline.commands.printed_report import show_store
+from lightscale.data_pipeline.images.files import Fields
+from lightscale.data_pipeline.images.latents import LatentForm
+from lightscale.data_pipeline.images.prepare import ImageSettings, StoredForm, prepare_images
 from lightscale.errors import UserError
 from lightscale.output.progress import progress_bars
 
 _SHAPE = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})x([1-9][0-9]{0,2})")
-_OF_IMAGES = ("resize", "convert_modes", "validation_images", "image_field")
+_OF_PIXELS = ("resize", "convert_modes", "image_field")
+_OF_IMAGES = (*_OF_PIXELS, "validation_images", "latents_dtype")
 # Of texts alone, with the values that leave them out.
 _OF_TEXTS = (
     *("corpus", "tokenizer", "vocab_size", "suffixes", "text_field", "language"),
@@ -23,7 +27,7 @@ _OF_TEXTS = (
 def add_images(parser: argparse.ArgumentParser) -> None:
     """Declare the options of images."""
     add = parser.add_argument_group(
-        "for images (with --images; PATHs are folders, .tar, .parquet and .npz files)"
+        "for images (with --images; PATHs are folders, .tar, .parquet and .npz files; with --latents no .parquet)"
     ).add_argument
     shape = "prepare images of this shape in pixels and channels (1: grey, 3: RGB), such as 224x224x3"
     add("--images", metavar="HEIGHTxWIDTHxCHANNELS", help=shape)
@@ -33,32 +37,25 @@ def add_images(parser: argparse.ArgumentParser) -> None:
     add("--convert-modes", action="store_true", help=convert)
     held = "file or directory of the validation images, in place of a share; repeatable"
     add("--validation-images", type=path_argument, action="append", metavar="PATH", help=held)
+    latents = "prepare latents, floats of this shape in .npy, .tar and .npz files, such as 32x32x4"
+    add("--latents", metavar="HEIGHTxWIDTHxCHANNELS", help=latents)
+    dtype = "number format of the latents, in files and store (default: float16)"
+    add("--latents-dtype", choices=["float16", "float32"], help=dtype)
     add("--image-field", help="column of the images in parquet files (default: image)")
 
 
 def check_no_images(args: argparse.Namespace) -> None:
     """``UserError`` for options of images without --images."""
     if given := [name for name in _OF_IMAGES if getattr(args, name)]:
-        raise UserError(f"--{given[0].replace('_', '-')}: it belongs to images; add --images HEIGHTxWIDTHxCHANNELS")
+        option = "latents" if given[0] == "latents_dtype" else "images"
+        raise UserError(f"--{given[0].replace('_', '-')}: it belongs to images; add --{option} HEIGHTxWIDTHxCHANNELS")
 
 
 def prepare_images_command(args: argparse.Namespace) -> int:
-    """Prepare images; 0 when it is done, ``UserError`` for a user's mistake."""
-    # Late: Pillow is optional.
-    try:
-        from lightscale.data_pipeline.images.prepare import (  # noqa: PLC0415
-            Fields,
-            ImageForm,
-            ImageSettings,
-            prepare_images,
-        )
-    except ModuleNotFoundError as error:
-        if error.name != "PIL":
-            raise
-        raise UserError("--images: images need the package pillow; pip install 'lightscale[images]'") from None
+    """Prepare images or latents; 0 when it is done, ``UserError`` for a user's mistake."""
     _check(args)
     settings = ImageSettings(
-        form=ImageForm(shape=_shape(args.images), resize=args.resize, convert=args.convert_modes),
+        form=_latent_form(args) if args.latents else _image_form(args),
         fields=Fields(image=args.image_field or "image", label=args.label_field or "label"),
         name=args.name or source_name(args),
         validation=_validation(args),
@@ -77,6 +74,27 @@ def prepare_images_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def _latent_form(args: argparse.Namespace) -> StoredForm:
+    if args.images:
+        raise UserError("--images and --latents: a store has one of them; remove the other")
+    if given := [name for name in _OF_PIXELS if getattr(args, name)]:
+        raise UserError(f"--{given[0].replace('_', '-')}: it is for pixels, and --latents are floats; remove it")
+    return LatentForm(shape=_shape("latents", args.latents), dtype=args.latents_dtype or "float16")
+
+
+def _image_form(args: argparse.Namespace) -> StoredForm:
+    if args.latents_dtype:
+        raise UserError(f"--latents-dtype {args.latents_dtype}: it belongs to --latents; remove it")
+    # Late: Pillow is optional.
+    try:
+        from lightscale.data_pipeline.images.decode import ImageForm  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name != "PIL":
+            raise
+        raise UserError("--images: images need the package pillow; pip install 'lightscale[images]'") from None
+    return ImageForm(shape=_shape("images", args.images), resize=args.resize, convert=args.convert_modes)
+
+
 def _check(args: argparse.Namespace) -> None:
     if is_corpus_file(args) or not args.paths:
         raise UserError("--images: give PATHs of images; corpus files describe texts")
@@ -88,10 +106,10 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--workers {args.workers}: use at least 1")
 
 
-def _shape(given: str) -> tuple[int, int, int]:
+def _shape(option: str, given: str) -> tuple[int, int, int]:
     found = _SHAPE.fullmatch(given)
     if found is None:
-        raise UserError(f"--images {given}: must be HEIGHTxWIDTHxCHANNELS, such as 224x224x3")
+        raise UserError(f"--{option} {given}: must be HEIGHTxWIDTHxCHANNELS, such as 224x224x3")
     height, width, channels = map(int, found.groups())
     return height, width, channels
 

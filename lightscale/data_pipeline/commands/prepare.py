@@ -60,7 +60,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    if args.images is not None:
+    if args.images is not None or args.latents is not None:
         return prepare_images_command(args)
     check_no_images(args)
     return _prepare_texts(args)

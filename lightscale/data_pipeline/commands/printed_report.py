@@ -34,7 +34,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             f"tokenizer {tokenizer['name']}: {tokenizer['vocab_size']:,} ids, end of text {tokenizer['eot_id']}, "
             f"sha256 {tokenizer['sha256'][:16]}…"
         )
-    console.print(_sources(report, of_images=images is not None))
+    console.print(_sources(report, images=images))
     if weights := report.get("weights"):
         console.print("weights: " + ", ".join(f"{name} {weight:.7g}" for name, weight in weights.items()))
     if any("classes" in source for source in report["sources"].values()):
@@ -62,10 +62,11 @@ def _print_problems(console: Console, problems: dict[str, Any]) -> None:
             console.print(f"    {example}")
 
 
-def _sources(report: dict[str, Any], *, of_images: bool) -> Table:
+def _sources(report: dict[str, Any], *, images: dict[str, Any] | None) -> Table:
     table = Table("source")
     of_texts = ("documents", "MB of text", "tokens", "bytes/token")
-    headings = ("images", "MB of pixels") if of_images else of_texts
+    kind = "latents" if images is not None and "dtype" in images else "pixels"
+    headings = of_texts if images is None else ("images", f"MB of {kind}")
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, source in report["sources"].items():
@@ -81,6 +82,14 @@ def _sources(report: dict[str, Any], *, of_images: bool) -> Table:
 
 def _print_images(console: Console, images: dict[str, Any]) -> None:
     height, width, channels = images["shape"]
+    if "dtype" in images:
+        numbers = ("[" + ", ".join(f"{one:.6g}" for one in images[name]) + "]" for name in ("mean", "std"))
+        console.print(
+            f"latents of {height} x {width}, {channels} channel{'s' * (channels > 1)}, {images['dtype']}: "
+            f"{images['read']:,} read; mean {', std '.join(numbers)}",
+            markup=False,
+        )
+        return
     changes = {"crop": "scaled and cut", "stretch": "scaled", None: "not scaled"}[images["resize"]]
     modes = "converted" if images["convert"] else "not converted"
     console.print(

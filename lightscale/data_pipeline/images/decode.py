@@ -4,19 +4,18 @@ import io
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from lightscale.data_pipeline.images.broken import Broken
 from lightscale.data_pipeline.preparation.readers.interface import one_line
 from lightscale.errors import UserError
 
 Resize = Literal["crop", "stretch"]
 Pixels = NDArray[np.uint8]
-BROKEN = "broken image"
-"""The reason under which files that cannot be decoded are counted."""
 
 _MODES = {1: "L", 3: "RGB"}
 _WIDE_MODES = ("I", "F")
@@ -48,16 +47,22 @@ class ImageForm:
         """Beginning of a message about an image of another form."""
         return f"{self.asked_by} {'x'.join(map(str, self.shape))} needs"
 
+    @property
+    def dtype(self) -> str:
+        """Number format of a store's array."""
+        return "uint8"
+
+    def decoded(self, data: bytes | Pixels, where: str) -> Pixels | Broken:
+        """See the function."""
+        return decoded(data, self, where)
+
+    def report(self) -> dict[str, Any]:
+        """For the store's report."""
+        return {"shape": list(self.shape), "resize": self.resize, "convert": self.convert}
+
     def __post_init__(self) -> None:
         if self.shape[2] not in _MODES:
             raise UserError(f"--images: {self.shape[2]} channels; use 1 (grey) or 3 (RGB)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Broken:
-    """An image that cannot be decoded."""
-
-    reason: str
 
 
 def decoded(data: bytes | Pixels, form: ImageForm, where: str) -> Pixels | Broken:

@@ -13,10 +13,10 @@ import tarfile
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class FoundImage:
 
     id: str
     """The file, and the place in it."""
-    data: bytes | NDArray[np.uint8]
+    data: bytes | NDArray[Any]
     label: str
     """Name of its class."""
 
@@ -94,6 +94,9 @@ class Folders(ImageFiles):
 class Tars(ImageFiles):
     """webdataset: members with one key, up to the first dot of the name, are one sample."""
 
+    suffixes: ClassVar[Collection[str]] = SUFFIXES
+    """Of the members that are images."""
+
     def labels(self) -> Iterator[str]:
         """See ``ImageFiles``."""
         return (label for path in self.paths for _, _, label in self._samples(path, with_images=False))
@@ -119,10 +122,10 @@ class Tars(ImageFiles):
                         key, sample = f"{folder}/{stem}", {}
                     kind = f".{extension.lower()}"
                     content = b""
-                    if with_images or kind not in SUFFIXES:
+                    if with_images or kind not in self.suffixes:
                         file = tar.extractfile(member)
                         content = b"" if file is None else file.read()
-                    sample["image" if kind in SUFFIXES else kind] = member.name, content
+                    sample["image" if kind in self.suffixes else kind] = member.name, content
                 yield from self._sample(path, sample)
         except (tarfile.TarError, OSError, EOFError) as error:
             raise UserError(f"{path}: cannot be read as a tar file ({one_line(error)}); write it again") from error
@@ -188,6 +191,9 @@ class Parquets(ImageFiles):
 class Arrays(ImageFiles):
     """numpy's archives; pickled objects in them are refused."""
 
+    array: ClassVar[str] = "images"
+    """Name of the array of images, beside ``labels``."""
+
     def labels(self) -> Iterator[str]:
         """See ``ImageFiles``."""
         for path in self.paths:
@@ -197,35 +203,38 @@ class Arrays(ImageFiles):
     def images(self) -> Iterator[FoundImage]:
         """See ``ImageFiles``."""
         for path in self.paths:
-            images, labels = self._read(path, "images", "labels")
-            if images.dtype != np.uint8 or images.ndim not in (3, 4):
-                raise UserError(
-                    f"{path}: images is {images.dtype} of shape {images.shape}; use uint8, 0 to 255, of shape "
-                    "(n, height, width) or (n, height, width, channels)"
-                )
+            images, labels = self._read(path, self.array, "labels")
+            self.check(str(path), images)
             if len(labels) != len(images):
-                raise UserError(f"{path}: {len(images)} images and {len(labels)} labels; use one label per image")
+                raise UserError(f"{path}: {len(images)} {self.array} and {len(labels)} labels; use one label per image")
             for number, (image, label) in enumerate(zip(images, self._names(path, labels), strict=True)):
                 yield FoundImage(id=f"{path}:{number}", data=image, label=label)
+
+    def check(self, where: str, found: NDArray[Any]) -> None:
+        """Raise UserError that begins with ``where`` unless ``found`` are images."""
+        if found.dtype != np.uint8 or found.ndim not in (3, 4):
+            raise UserError(
+                f"{where}: images is {found.dtype} of shape {found.shape}; use uint8, 0 to 255, of shape "
+                "(n, height, width) or (n, height, width, channels)"
+            )
 
     def _names(self, path: Path, labels: NDArray[Any]) -> Iterator[str]:
         for number, label in enumerate(labels):
             yield self.fields.class_name(label, f"{path}:{number}")
 
-    @staticmethod
-    def _read(path: Path, *names: str) -> list[NDArray[Any]]:
+    def _read(self, path: Path, *names: str) -> list[NDArray[Any]]:
         try:
             with np.load(path, allow_pickle=False) as archive:
                 if missing := [name for name in names if name not in archive]:
                     raise UserError(
                         f"{path}: no array {missing[0]!r}; it has {', '.join(archive) or 'none'}; write it with "
-                        "numpy.savez(path, images=…, labels=…)"
+                        f"numpy.savez(path, {self.array}=…, labels=…)"
                     )
                 arrays = [archive[name] for name in names]
         except UserError:
             raise
         # zipfile raises RuntimeError for what it does not implement, and for files with a password.
-        except (OSError, ValueError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zlib.error, zipfile.BadZipFile) as error:
             raise UserError(f"{path}: cannot be read as npz ({one_line(error)}); write it again") from error
         for name, array in zip(names, arrays, strict=True):
             if name == "labels" and array.ndim != 1:
@@ -233,7 +242,7 @@ class Arrays(ImageFiles):
         return arrays
 
 
-_KINDS: dict[str, type[ImageFiles]] = {
+KINDS: Mapping[str, type[ImageFiles]] = {
     **dict.fromkeys(SUFFIXES, Folders),
     ".tar": Tars,
     ".parquet": Parquets,
@@ -241,8 +250,10 @@ _KINDS: dict[str, type[ImageFiles]] = {
 }
 
 
-def find_files(paths: Sequence[Path], fields: Fields) -> list[ImageFiles]:
-    """The files of images at and below ``paths``; ``UserError`` for a path without any."""
+def find_files(
+    paths: Sequence[Path], fields: Fields, known: Mapping[str, type[ImageFiles]] = KINDS
+) -> list[ImageFiles]:
+    """The files of images at and below ``paths``, of the ``known`` kinds; ``UserError`` for a path without any."""
     found: list[ImageFiles] = []
     for root in paths:
         if not root.exists():
@@ -250,10 +261,10 @@ def find_files(paths: Sequence[Path], fields: Fields) -> list[ImageFiles]:
         files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
         kinds: dict[type[ImageFiles], list[Path]] = {}
         for path in files:
-            if (kind := _KINDS.get(path.suffix.lower())) is not None:
+            if (kind := known.get(path.suffix.lower())) is not None:
                 kinds.setdefault(kind, []).append(path)
         if not kinds:
-            raise UserError(f"{root}: no images; known suffixes: {', '.join(sorted(_KINDS))}")
+            raise UserError(f"{root}: no images; known suffixes: {', '.join(sorted(known))}")
         found += [kind(root, of_kind, fields) for kind, of_kind in kinds.items()]
     return found
 

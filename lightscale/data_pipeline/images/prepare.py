@@ -1,4 +1,4 @@
-"""Files of images to a token store: pixels, labels, names of classes, a split.
+"""Files of images to a token store: pixels or latents, labels, names of classes, a split.
 
 Without a path of validation images, a share of all images is held out by the hash of their pixels: equal images are on
 the same side, and the side of an image does not depend on the others. The store is a function of the files and the
@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import xxhash
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from lightscale.data_pipeline.images.decode import BROKEN, Broken, ImageForm, Pixels, decoded
-from lightscale.data_pipeline.images.files import Fields, FoundImage, ImageFiles, find_files
+from lightscale.data_pipeline.images.broken import BROKEN, Broken
+from lightscale.data_pipeline.images.files import KINDS, Fields, FoundImage, ImageFiles, find_files
+from lightscale.data_pipeline.images.latents import LATENT_KINDS, LatentForm, Moments
 from lightscale.data_pipeline.preparation.labels import check_number, in_order
 from lightscale.data_pipeline.preparation.readers.inputs import Problems
 from lightscale.data_pipeline.preparation.units import split_of
@@ -27,8 +29,10 @@ from lightscale.data_pipeline.store.token_store import SourceWriter, StoreWriter
 from lightscale.data_pipeline.tokenizers import NoText
 from lightscale.errors import UserError
 
+Values = NDArray[Any]
+"""(height, width, channels): pixels, or latents."""
 MOST_IMAGE_BYTES = 2**20
-"""Of the pixels of an image: a value of a store's array."""
+"""Of an image: a value of a store's array."""
 _AT_ONCE = 256
 _CHUNK_BYTES, _SHARD_BYTES = 2**20, 2**29
 # The shares of a store's lengths that arrays of documents have.
@@ -37,11 +41,29 @@ Progress = Callable[[str, int, int], None]
 _STEP = "decode images"
 
 
+class StoredForm(Protocol):
+    """The form of all images of a store, and the way to it."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(height, width, channels)"""
+
+    @property
+    def dtype(self) -> str:
+        """Number format of the store's array."""
+
+    def decoded(self, data: bytes | Values, where: str) -> Values | Broken:
+        """An image of this form; ``UserError`` that begins with ``where`` for another one."""
+
+    def report(self) -> dict[str, Any]:
+        """For the store's report."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
     """What is made of the files."""
 
-    form: ImageForm
+    form: StoredForm
     fields: Fields = field(default_factory=Fields)
     """Of parquet files and JSON."""
     name: str = "images"
@@ -80,19 +102,23 @@ def prepare_images(
         UserError: names the file and the fault; nothing is left at ``out``.
     """
     form = settings.form
-    if (num_bytes := math.prod(form.shape)) > MOST_IMAGE_BYTES:
-        raise UserError(f"--images: {num_bytes:,} bytes per image; use at most {MOST_IMAGE_BYTES:,}")
-    inputs: dict[Split, list[ImageFiles]] = {"train": find_files(paths, settings.fields)}
+    is_latent = isinstance(form, LatentForm)
+    num_bytes = math.prod(form.shape) * np.dtype(form.dtype).itemsize
+    if num_bytes > MOST_IMAGE_BYTES:
+        option = "latents" if is_latent else "images"
+        raise UserError(f"--{option}: {num_bytes:,} bytes per image; use at most {MOST_IMAGE_BYTES:,}")
+    kinds = LATENT_KINDS if is_latent else KINDS
+    inputs: dict[Split, list[ImageFiles]] = {"train": find_files(paths, settings.fields, kinds)}
     if validation_paths:
-        inputs["validation"] = find_files(validation_paths, settings.fields)
+        inputs["validation"] = find_files(validation_paths, settings.fields, kinds)
     classes, total = _classes(itertools.chain.from_iterable(inputs.values()))
     problems = Problems(strict=settings.strict)
     with StoreWriter(out, NoText(), classes={LABEL: classes}, image_shape=form.shape, **_lengths(num_bytes)) as writer:
-        arrays: dict[str, Any] = {IMAGE: ("uint8", (num_bytes,)), LABEL: "int32"}
+        arrays: dict[str, Any] = {IMAGE: (form.dtype, (math.prod(form.shape),)), LABEL: "int32"}
         sources = {split: writer.source(name, split, documents=arrays) for split, name in settings.sources.items()}
         written: dict[Split, Counter[str]] = {split: Counter() for split in sources}
         numbers = {name: number for number, name in enumerate(classes)}
-        done = 0
+        done, moments = 0, Moments(form.shape[2])
         for split, image, pixels in _split(inputs, settings):
             done += 1
             if isinstance(pixels, Broken):
@@ -101,6 +127,8 @@ def prepare_images(
                 values: dict[str, ArrayLike] = {IMAGE: pixels.reshape(-1), LABEL: numbers[image.label]}
                 sources[split].append([], num_bytes=num_bytes, documents=values)
                 written[split][image.label] += 1
+                if is_latent and split == "train":
+                    moments.add(pixels)
             if done % _AT_ONCE == 0:
                 # It flushes by tokens, of which an image has one.
                 for source in sources.values():
@@ -111,7 +139,7 @@ def prepare_images(
         progress(_STEP, total, total)
         report = {
             "tokenizer": asdict(TokenizerIdentity.of(NoText())),
-            "images": {"shape": list(form.shape), "resize": form.resize, "convert": form.convert, "read": done},
+            "images": {**form.report(), "read": done, **(moments.report() if is_latent else {})},
             "sources": {
                 settings.sources[split]: _source(source, written[split], classes)
                 for split, source in sources.items()
@@ -138,7 +166,7 @@ def _classes(inputs: Iterable[ImageFiles]) -> tuple[list[str], int]:
 
 def _split(
     inputs: Mapping[Split, Sequence[ImageFiles]], settings: ImageSettings
-) -> Iterator[tuple[Split, FoundImage, Pixels | Broken]]:
+) -> Iterator[tuple[Split, FoundImage, Values | Broken]]:
     """All images with their splits."""
     share = 0.0 if "validation" in inputs else settings.validation
     for given, many in inputs.items():
@@ -150,13 +178,13 @@ def _split(
                     yield given, image, pixels
 
 
-def _decoded(images: Iterable[FoundImage], settings: ImageSettings) -> Iterator[tuple[FoundImage, Pixels | Broken]]:
+def _decoded(images: Iterable[FoundImage], settings: ImageSettings) -> Iterator[tuple[FoundImage, Values | Broken]]:
     """The pixels of each of ``images``, in order."""
     # Pillow decodes without Python's lock: threads are enough.
     with ThreadPoolExecutor(settings.workers) as pool:
         remaining = iter(images)
         while some := list(itertools.islice(remaining, _AT_ONCE)):
-            yield from zip(some, pool.map(lambda one: decoded(one.data, settings.form, one.id), some), strict=True)
+            yield from zip(some, pool.map(lambda one: settings.form.decoded(one.data, one.id), some), strict=True)
 
 
 def _lengths(num_bytes: int) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from lightscale.data_pipeline.augmentation.noise import Noise
 from lightscale.data_pipeline.loading.targets import DocumentRanges
 from lightscale.data_pipeline.store.format import IMAGE
 from lightscale.data_pipeline.store.token_store import TokenSource
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 class ImageWindows:
@@ -127,14 +129,14 @@ class Images:
         )
 
     @staticmethod
-    def _pixels(source: TokenSource, number: int) -> NDArray[np.uint8]:
-        """(h, w, c) of an image as it is stored."""
+    def _pixels(source: TokenSource, number: int) -> NDArray[Any]:
+        """(h, w, c) of an image as it is stored: pixels, or latents."""
         assert source.image_shape is not None, "a source of images"
-        pixels: NDArray[np.uint8] = source.document_values(IMAGE, number, number + 1)[0]
+        pixels: NDArray[Any] = source.document_values(IMAGE, number, number + 1)[0]
         return pixels.reshape(source.image_shape)
 
 
-def as_patches(pixels: NDArray[np.uint8], patch: tuple[int, int], leading_tokens: int) -> NDArray[np.uint8]:
+def as_patches(pixels: NDArray[Number], patch: tuple[int, int], leading_tokens: int) -> NDArray[Number]:
     """(b, height, width, channels) -> (b, n, p), the tokens of images: ``leading_tokens`` of zeros, then patches.
 
     Patches of (height, width) ``patch`` come row by row, in each its pixels row by row, channels last.

@@ -19,7 +19,8 @@ and, if the store has them:
     STORE/document_keys/                 keys to find duplicates of its documents in other files (``document_keys.py``)
 
 A store of images has documents of the end-of-text token alone. Their pixels are documents.image, uint8 rows of height x
-width x channels numbers, row of pixels after row; ``image_shape`` of the store's attributes has these extents.
+width x channels numbers, row of pixels after row; ``image_shape`` of the store's attributes has these extents. Latents
+are float16 or float32 in its place.
 
 Hashes are XXH3-128: one for every shard file, and one for a source. The latter is the hash of its shards' hashes
 (binary, those of tokens, then those of doc_ends, loss_mask and documents.NAME), so that several writers can compute it

@@ -55,10 +55,10 @@ class SeveralStores(TokenStore):
                 f"{other.vocab_size} tokens, {other.sha256[:8]}) than data.stores.{first_name} = {self.path} "
                 f"({one.name}, {one.vocab_size} tokens, {one.sha256[:8]}); prepare all with the same tokenizer"
             )
-        if store.image_shape != self.image_shape:
+        if (store.image_shape, store.has_latents) != (self.image_shape, self.has_latents):
             raise UserError(
                 f"data.stores.{name} = {store.path} has {_content(store)}, and data.stores.{first_name} = {self.path} "
-                f"has {_content(self)}; prepare all with the same --images"
+                f"has {_content(self)}; prepare all with the same --images or --latents"
             )
         for array, names in store.classes.items():
             if (before := self.classes.get(array, names)) != names:
@@ -77,7 +77,8 @@ def same_classes(store: TokenStore) -> str:
 
 def _content(store: TokenStore) -> str:
     shape = store.image_shape
-    return "texts" if shape is None else f"images of {' x '.join(map(str, shape))} (height x width x channels)"
+    kind = "latents" if store.has_latents else "images"
+    return "texts" if shape is None else f"{kind} of {' x '.join(map(str, shape))} (height x width x channels)"
 
 
 def open_stores(data: DataConfig) -> TokenStore:

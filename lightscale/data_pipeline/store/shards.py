@@ -38,7 +38,7 @@ _FORM = {
     "index_codecs": [_LITTLE_ENDIAN, {"name": "crc32c"}],
     "index_location": "end",
 }
-DTYPES = ("uint8", "int32", "uint32", "int64", "uint64", "float32")
+DTYPES = ("uint8", "int32", "uint32", "int64", "uint64", "float16", "float32")
 """zarr's names of the types of numbers; numpy's are the same."""
 _NO_CHUNK = 0xFFFF_FFFF_FFFF_FFFF
 _MAX_VALUE_BYTES = 2**20

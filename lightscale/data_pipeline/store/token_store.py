@@ -371,6 +371,11 @@ class TokenSource:
         return {name: array.layout.numpy_dtype for name, array in self._per_token.items()}
 
     @property
+    def has_latents(self) -> bool:
+        """Whether its images are latents, floats, and not bytes of pixels."""
+        return IMAGE in self._documents and self.document_arrays[IMAGE].base.kind == "f"
+
+    @property
     def document_arrays(self) -> dict[str, np.dtype[Any]]:
         """Values of tasks for each document: name to type; rows are (base, (width,))."""
         return {name: array.layout.numpy_dtype for name, array in self._documents.items()}
@@ -456,12 +461,19 @@ def _check_images(source: TokenSource, shape: tuple[int, int, int] | None) -> No
     """``UserError`` unless the pixels of a source of images are as many as ``shape`` has."""
     if shape is None:
         return
-    expected = np.dtype((np.uint8, (math.prod(shape),)))
-    if source.document_arrays.get(IMAGE) != expected or source.num_tokens != source.num_documents:
+    expected = [np.dtype((kind, (math.prod(shape),))) for kind in (np.uint8, np.float16, np.float32)]
+    if source.document_arrays.get(IMAGE) not in expected or source.num_tokens != source.num_documents:
         raise UserError(
             f"{source.directory}: no images of {' x '.join(map(str, shape))} pixels and channels, one per document "
             f"(array {DOCUMENTS_PREFIX}{IMAGE}); the store is damaged"
         )
+
+
+def _check_one_kind(sources: Sequence[TokenSource]) -> None:
+    """``UserError`` where some have pixels and others latents."""
+    pixels, latents = ([one.directory for one in sources if one.has_latents is kind] for kind in (False, True))
+    if pixels and latents:
+        raise UserError(f"{latents[0]} has latents, and {pixels[0]} has not; the store is damaged")
 
 
 class TokenStore:
@@ -491,10 +503,17 @@ class TokenStore:
         for source in self.sources.values():
             source.image_shape = self.image_shape
             _check_images(source, self.image_shape)
+        _check_one_kind(list(self.sources.values()))
         self.title = str(path)
         """Its name in messages."""
         self.parts: tuple[TokenStore, ...] = (self,)
         """The stores on disk that it is made of."""
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether its images are latents, floats, and not bytes of pixels."""
+        # Of several stores, which have the same kind, that of the first.
+        return any(source.has_latents for source in self.parts[0].sources.values())
 
     def training_weights(self) -> dict[str, float]:
         """Of the training sources, by their names in this store: as the corpus file gave them, else by their tokens.

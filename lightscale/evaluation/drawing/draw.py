@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.augmentation.augment import centre_crop
-from lightscale.data_pipeline.augmentation.noise import as_bytes
+from lightscale.data_pipeline.augmentation.noise import as_bytes, unscaled
 from lightscale.data_pipeline.loading.images import as_patches
 from lightscale.data_pipeline.store.format import IMAGE
 from lightscale.data_pipeline.store.token_store import TokenStore
@@ -22,7 +22,7 @@ from lightscale.evaluation.drawing.measures import (
     frechet_distance,
     spatial_channels,
 )
-from lightscale.evaluation.drawing.pictures import as_grid, as_pixels, write_png
+from lightscale.evaluation.drawing.pictures import as_grid, as_pixels, write_latents, write_png
 from lightscale.evaluation.drawing.request import DrawingRequest, Judge
 from lightscale.evaluation.inference.predictions import Predictor
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore
@@ -31,6 +31,7 @@ from lightscale.models.specs.patches import patch_numbers
 from lightscale.parallel.mesh import Mesh
 
 Pixels = NDArray[np.uint8]
+Latents = NDArray[np.float32]
 
 
 def draw(asked: DrawingRequest) -> None:
@@ -43,7 +44,8 @@ def draw(asked: DrawingRequest) -> None:
         images = drawing.draw()
         drawing.write(images)
         if asked.judge is not None:
-            drawing.print_measures(measures(asked, asked.judge, images, mesh, drawing.advance))
+            assert images.dtype == np.uint8, "checked"
+            drawing.print_measures(measures(asked, asked.judge, images.astype(np.uint8), mesh, drawing.advance))
 
 
 class Drawing(ModelAtWork):
@@ -54,32 +56,44 @@ class Drawing(ModelAtWork):
         self.asked = asked
         self._denoiser = Denoiser(loaded.model, mesh, row_tokens=asked.row_tokens, advance=self.advance)
 
-    def draw(self) -> Pixels:
+    def draw(self) -> Pixels | Latents:
         """(b, h, w, c), on every rank."""
         started_s, model = time.perf_counter(), self.asked.chosen.config.model
         assert model.patches is not None and model.grid is not None, "a model of images"
         shape = model.grid.document_tokens, patch_numbers(model.patches)
         found = self.asked.sampler.draw(self._denoiser, self.asked.classes, shape)
-        patches = as_bytes(found, model.patches.mean, model.patches.std)
-        images = as_pixels(patches, model.grid.shape, model.patches.size, model.patches.channels)
+        of_channels = model.patches.mean, model.patches.std
+        form = model.grid.shape, model.patches.size, model.patches.channels
+        images: Pixels | Latents
+        if model.patches.latents:
+            images = as_pixels(unscaled(found, *of_channels).astype(np.float32), *form)
+        else:
+            images = as_pixels(as_bytes(found, *of_channels), *form)
         took_s, weights = time.perf_counter() - started_s, self.asked.average or "weights"
         self._say(f"{counted(len(images), 'image')} in {took_s:.2f} s, from {self.loaded.checkpoint} ({weights})")
         return images
 
-    def write(self, images: Pixels) -> None:
-        """The picture of all images, and single ones."""
+    def write(self, images: Pixels | Latents) -> None:
+        """The picture of all images, and single ones; or latents."""
         if not self._is_main:
             return
         asked = self.asked
-        write_png(as_grid(images, asked.columns, scale=asked.scale), asked.out)
+        if asked.latents is not None:
+            names = [asked.class_name(label) for label in asked.classes]
+            write_latents(images.astype(np.float32), names, asked.latents)
+            self._say(f"wrote {asked.latents}")
+            return
+        assert asked.out is not None and images.dtype == np.uint8, "checked"
+        pixels = images.astype(np.uint8)
+        write_png(as_grid(pixels, asked.columns, scale=asked.scale), asked.out)
         self._say(f"wrote {asked.out}")
         if asked.folder is None:
             return
-        for number, (image, label) in enumerate(zip(images, asked.classes, strict=True)):
+        for number, (image, label) in enumerate(zip(pixels, asked.classes, strict=True)):
             path = asked.folder / asked.class_name(label) / f"{number:05}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_png(image, path)
-        self._say(f"wrote {counted(len(images), 'file')} to {asked.folder}")
+        self._say(f"wrote {counted(len(pixels), 'file')} to {asked.folder}")
 
     def print_measures(self, found: dict[str, Any]) -> None:
         """A line for people, or one of JSON."""

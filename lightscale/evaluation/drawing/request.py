@@ -34,7 +34,10 @@ class DrawingRequest:
     scale: int
     """Pixels of the picture for each of an image, in both directions."""
     row_tokens: int
-    out: Path
+    out: Path | None
+    """Where the picture of all images goes; None: latents are drawn."""
+    latents: Path | None
+    """Where latents go, with the names of their classes."""
     folder: Path | None
     """Where single images go, as CLASS/NUMBER.png."""
     judge: Judge | None

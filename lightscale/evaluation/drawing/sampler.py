@@ -1,6 +1,6 @@
 """Samplers of diffusion models: DDPM and DDIM, on some of the timesteps, with classifier-free guidance; fp64, no torch.
 
-    x̂ = (x_t - sqrt(1 - ᾱ_t) ε) / sqrt(ᾱ_t), cut off at the range of pixels; ε follows it
+    x̂ = (x_t - sqrt(1 - ᾱ_t) ε) / sqrt(ᾱ_t), cut off at the range of pixels, if it has any; ε follows it
     DDIM   x_s = sqrt(ᾱ_s) x̂ + sqrt(1 - ᾱ_s) ε
     DDPM   x_s ~ N(sqrt(ᾱ_s) β / (1 - ᾱ_t) x̂ + sqrt(α) (1 - ᾱ_s) / (1 - ᾱ_t) x_t, (1 - ᾱ_s) / (1 - ᾱ_t) β)
 

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.config.model import ModelConfig
-from lightscale.data_pipeline.images.decode import Broken, ImageForm, Resize, decoded
+from lightscale.data_pipeline.images.broken import Broken
+from lightscale.data_pipeline.images.decode import ImageForm, Resize, decoded
 from lightscale.data_pipeline.images.files import SUFFIXES
 from lightscale.data_pipeline.loading.images import as_patches
 from lightscale.errors import UserError

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightscale.data_pipeline.images.decode import Broken, ImageForm, decoded
+from lightscale.data_pipeline.images.broken import Broken
+from lightscale.data_pipeline.images.decode import ImageForm, decoded
 from lightscale.data_pipeline.loading.images import as_patches
 from lightscale.data_pipeline.store.format import IMAGE, LABEL
 from lightscale.evaluation.model import LoadedModel, mesh_of, restore

@@ -127,6 +127,7 @@ class _Image(Exact):
     leading_tokens: WidthOrZero
     image_mean: Annotated[list[float], Field(min_length=1, max_length=3)]
     image_std: Annotated[list[Positive], Field(min_length=1, max_length=3)]
+    latents: Literal[False] = False
 
     def form(self) -> ImageInputs:
         (rows, columns), (height, width) = self.grid, self.patch_size

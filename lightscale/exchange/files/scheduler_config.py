@@ -12,7 +12,13 @@ _PREDICTIONS: dict[Prediction, str] = {"epsilon": "epsilon", "v": "v_prediction"
 
 
 def scheduler_config(
-    schedule: ScheduleName, timesteps: int, prediction: Prediction, mean: Sequence[float], std: Sequence[float]
+    schedule: ScheduleName,
+    timesteps: int,
+    prediction: Prediction,
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    latents: bool = False,
 ) -> dict[str, Any]:
     """The values of ``DDIMScheduler``.
 
@@ -22,12 +28,13 @@ def scheduler_config(
     Args:
         schedule, timesteps, prediction: of the run.
         mean, std: of its pixels, for all channels or each.
+        latents: whether these have no range.
     """
     # Where pixels of 0 and 1 are scaled to.
     of_channels = zip(*(one.tolist() for one in np.broadcast_arrays(mean, std)), strict=True)
     ends = {(round(-m / s, 12), round((1 - m) / s, 12)) for m, s in of_channels}
     low, high = next(iter(ends))
-    is_symmetric = len(ends) == 1 and low == -high
+    is_symmetric = len(ends) == 1 and low == -high and not latents
     return {
         "_class_name": "DDIMScheduler",
         "num_train_timesteps": timesteps,

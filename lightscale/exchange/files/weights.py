@@ -237,6 +237,7 @@ def image_inputs(model: ModelConfig) -> ImageInputs | None:
         leading_tokens=model.grid.leading_tokens,
         image_mean=tuple(model.patches.mean),
         image_std=tuple(model.patches.std),
+        latents=model.patches.latents,
     )
 
 

@@ -77,7 +77,7 @@ class LightscalePipeline(DiffusionPipeline):
         noise: Tensor | None = None,
         batch_size: int = 64,
     ) -> Tensor:
-        """Images (b, height, width, channels), uint8, of ``classes`` (b,), by their numbers or names.
+        """Images (b, height, width, channels), uint8, or latents, fp32, of ``classes`` (b,), by numbers or names.
 
         Args:
             classes: of each image.
@@ -117,12 +117,13 @@ class LightscalePipeline(DiffusionPipeline):
                 clean = (x - math.sqrt(1 - share) * predicted) / math.sqrt(share)
             else:
                 clean = math.sqrt(share) * x - math.sqrt(1 - share) * predicted
-            clean = clean.clamp(-mean / std, (1 - mean) / std)
+            if not image.latents:
+                clean = clean.clamp(-mean / std, (1 - mean) / std)
             # The noise that leads to the pixels as they were cut off.
             left = (x - math.sqrt(share) * clean) / math.sqrt(1 - share)
             x = math.sqrt(after) * clean + math.sqrt(1 - after) * left
-        pixels = ((x * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
-        return pixels.permute(0, 2, 3, 1).contiguous()
+        x = (x * std + mean).permute(0, 2, 3, 1)
+        return x.float().contiguous() if image.latents else (x.clamp(0, 1) * 255).round().to(torch.uint8).contiguous()
 
     def _guided(self, x: Tensor, timestep: int, labels: Tensor, guidance: float, batch_size: int) -> Tensor:
         if guidance == 1:

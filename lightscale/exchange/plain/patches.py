@@ -27,6 +27,8 @@ class ImageInputs:
     """Subtracted from pixels between 0 and 1, for all channels or each."""
     image_std: tuple[float, ...] = (0.5,)
     """What they are divided by."""
+    latents: bool = False
+    """Whether there are floats in place of pixels, which have no range."""
 
     @property
     def image_size(self) -> tuple[int, int]:

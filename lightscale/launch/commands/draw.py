@@ -47,13 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", metavar="RUN[@STEP]", help="directory of a run, or NAME for runs/NAME; step (default: the newest)")
     layout = "layout of the model over ranks, such as parallel.tensor=2 (default: a complete model on each rank)"
     add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
-    add(
-        "--out",
-        type=path_argument,
-        required=True,
-        metavar="FILE",
-        help="write the picture of all images to a new PNG file",
-    )
+    add("--out", type=path_argument, metavar="FILE", help="write the picture of all images to a new PNG file")
+    latents = "write latents to a new .npz file, for runs with model.patches.latents = true"
+    add("--latents", type=path_argument, metavar="FILE", help=latents)
     add("--folder", type=path_argument, metavar="PATH", help="write each image to a new folder, as CLASS/NUMBER.png")
     add("--count", type=int, default=100, metavar="N", help="number of images (default: %(default)s)")
     add("--class", action="append", dest="classes", metavar="NAME",
@@ -68,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--guidance", type=float, default=1.0, metavar="SCALE", help=guidance)
     add("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
     add("--columns", type=int, metavar="N", help="images per row of the picture (default: one per class, at most 20)")
-    add("--scale", type=int, default=1, metavar="N", help="width of a pixel in the picture (default: %(default)s)")
+    add("--scale", type=int, metavar="N", help="width of a pixel in the picture (default: 1)")
     classifier = "run of a classifier that measures the images: share recognised, distances, score, precision, recall"
     add("--classifier", metavar="RUN[@STEP]", help=classifier)
     real = "source of the run's store with real images, for --classifier (default: the first that is trained on)"
@@ -95,12 +91,10 @@ def _asked(args: argparse.Namespace) -> DrawingRequest:
         raise UserError(f"--seed {args.seed}: must be at most {_LARGEST_SEED}")
     if not 0 <= args.guidance < float("inf"):
         raise UserError(f"--guidance {args.guidance}: must be a number of at least 0")
-    for option in ("out", "folder"):
+    for option in ("out", "latents", "folder"):
         path = getattr(args, option)
         if path is not None and (path.exists() or path.is_symlink()):
             raise UserError(f"--{option} {path}: the path exists; remove it or use another path")
-    if find_spec("PIL") is None:
-        raise UserError("--out: PNG files need the package pillow; pip install 'lightscale[images]'")
     chosen = _chosen(args.run, args)
     config = chosen.config
     task = config.task
@@ -109,6 +103,7 @@ def _asked(args: argparse.Namespace) -> DrawingRequest:
             f'{chosen.directory.path}: its task.name = "{task.name}", which draws nothing; use a run with task.name = '
             '"diffusion"'
         )
+    _check_output(args, chosen)
     if args.ema is not None:
         chosen.require_average(args.ema)
     names = class_names(chosen)
@@ -126,13 +121,38 @@ def _asked(args: argparse.Namespace) -> DrawingRequest:
         class_names=names,
         average=args.ema,
         columns=min(args.columns or min(len(classes), _MOST_COLUMNS), args.count),
-        scale=args.scale,
+        scale=args.scale or 1,
         row_tokens=args.row_tokens,
         out=args.out,
+        latents=args.latents,
         folder=args.folder,
         judge=_judge(args, chosen),
         as_json=args.json,
     )
+
+
+def _check_output(args: argparse.Namespace, chosen: ChosenRun) -> None:
+    """UserError unless there is a file for what the run draws, and no option of the other kind."""
+    patches, path = chosen.config.model.patches, chosen.directory.path
+    assert patches is not None, "checked with the configuration"
+    if not patches.latents:
+        if args.latents is not None:
+            raise UserError(f"--latents {args.latents}: {path} draws pixels; use --out FILE")
+        if args.out is None:
+            raise UserError("--out is missing: name a new PNG file for the picture of all images")
+        if find_spec("PIL") is None:
+            raise UserError("--out: PNG files need the package pillow; pip install 'lightscale[images]'")
+        return
+    for option in ("out", "folder", "columns", "scale", "classifier"):
+        if (value := getattr(args, option)) is not None:
+            raise UserError(
+                f"--{option} {value}: it is for pixels, and {path} draws latents (model.patches.latents = true); "
+                "remove it, and use --latents FILE"
+            )
+    if args.latents is None:
+        raise UserError(f"--latents is missing: {path} draws latents; name a new .npz file for them")
+    if args.latents.suffix != ".npz":
+        raise UserError(f"--latents {args.latents}: it becomes an archive of numpy; use a name that ends in .npz")
 
 
 def _chosen(run: str, args: argparse.Namespace) -> ChosenRun:
@@ -155,6 +175,9 @@ def _sampler(args: argparse.Namespace, chosen: ChosenRun, task: DiffusionTaskCon
     assert patches is not None and diffusion is not None, "checked with the configuration"
     ends = np.array([[0], [255]], dtype=np.uint8).repeat(patch_numbers(patches), axis=1)
     low, high = scaled(ends, patches.mean, patches.std)
+    if patches.latents:
+        # Nothing is cut off.
+        low, high = np.full_like(low, -np.inf), np.full_like(high, np.inf)
     return Sampler(
         name=args.sampler,
         schedule=task.schedule,

@@ -22,7 +22,8 @@ pyarrow = pytest.importorskip("pyarrow", reason="parquet is read by pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 # It imports Pillow.
-from lightscale.data_pipeline.images.decode import Broken, ImageForm, decoded  # noqa: E402
+from lightscale.data_pipeline.images.broken import Broken  # noqa: E402
+from lightscale.data_pipeline.images.decode import ImageForm, decoded  # noqa: E402
 
 SHAPE = (6, 8, 3)
 WORDS = ["--images", "6x8x3"]
