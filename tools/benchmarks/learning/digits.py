@@ -165,11 +165,13 @@ def drawn_table(found: dict[str, Any]) -> Table:
     judge = found["judge"]
     made = Table(caption=f"judged by {judge['model']}, {judge['accuracy']:.2%} of the held-out images right")
     made.add_column("model")
-    for name in ("parameters", "loss", "recognised", "Fréchet distance", "precision", "recall"):
+    for name in ("parameters", "loss", "recognised", "score", "Fréchet distance", "spatial", "precision", "recall"):
         made.add_column(name, justify="right")
     for one in found["models"]:
         figures = [f"{one['parameters']:,}", f"{one['loss']:.4f}", f"{one['recognised']:.1%}"]
-        figures += [f"{one['frechet_distance']:.3f}", f"{one['precision']:.3f}", f"{one['recall']:.3f}"]
+        figures.append(f"{one['classifier_score']:.2f}")
+        measures = ("frechet_distance", "spatial_frechet_distance", "precision", "recall")
+        figures += [f"{one[name]:.3f}" for name in measures]
         made.add_row(one["model"], *figures)
     return made
 
