@@ -417,6 +417,9 @@ class GuardConfig(Section):
     compare_replicas_every: StepsOrZero = 0
     """Steps between comparisons of replicated weights, and of moments with those of the step before, to detect silent
     corruption; 0: never."""
+    compare_gradients_every: StepsOrZero = 0
+    """Steps between comparisons of gradients, which two data ranks compute of the same data, to detect wrong
+    arithmetic; such a step takes twice as long. Also before each checkpoint; 0: never."""
 
 
 class EvaluationConfig(Section):

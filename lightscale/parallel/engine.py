@@ -8,7 +8,7 @@ change, and ``apply`` clips and applies them; ``step`` is both.
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -186,6 +186,8 @@ class Engine:
         self.logits: AttentionLogits | None = None
         self._measures_logits = False
         self.graphs: MicroBatchGraphs | None = None
+        self._is_unreduced = False
+        self._reduction: Callable[[], None] | None = None
         if optimizer is not None:
             # gloo's collectives run on the cores that compute: beside the computation they gain nothing.
             self._wrap(optimizer, mesh.device.type == "cuda" if overlap is None else overlap, bucket_size)
@@ -260,7 +262,7 @@ class Engine:
         Parameters refer to modules (their initializers) and to the optimizer's tensors. With an owner in C++ such a
         cycle is never freed, and the engine and the mesh's groups would stay for as long as the process.
         """
-        self.optimizer = self.graphs = None
+        self.optimizer = self.graphs = self._reduction = None
         for model in self.models:
             model.grad_accs.clear()
 
@@ -282,10 +284,16 @@ class Engine:
             for gradient in gradients:
                 gradient.copy_(total)
 
-    def forward_backward(self, batches: Sequence[MicroBatch], *, measure_logits: bool = False) -> LossSums:
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], *, measure_logits: bool = False, reduce: bool = True
+    ) -> LossSums:
         """Gradients of the mean loss over the valid tokens of all ranks' ``batches``; any earlier ones are dropped.
 
-        ``measure_logits``: keep the largest attention logits for ``largest_logits``, as QK-clip does at every step.
+        Args:
+            batches: of this data rank.
+            measure_logits: keep the largest attention logits for ``largest_logits``, as QK-clip does at every step.
+            reduce: False: each rank keeps the gradients of its own ``batches``, neither summed over ranks nor divided,
+                in ``main_grad`` of its parameters; ``reduce_gradients`` makes of them what True does, bit by bit.
         """
         if self.objective is not None:
             self.objective.begin(self, batches)
@@ -297,7 +305,44 @@ class Engine:
         self._measures_logits = measure_logits or self._clip is not None
         if self.logits is not None:
             self.logits.begin(measure=self._measures_logits)
-        return self._run(batches, forward_only=False)
+        with nullcontext() if reduce else self._unreduced():
+            return self._run(batches, forward_only=False)
+
+    def reduce_gradients(self) -> None:
+        """Sum and divide the gradients that ``forward_backward(…, reduce=False)`` has left."""
+        assert self._reduction is not None, "forward_backward(…, reduce=False) comes before"
+        with self._without_overlap():
+            self._reduction()
+        self._reduction = None
+
+    @contextmanager
+    def _unreduced(self) -> Iterator[None]:
+        """Megatron's schedules without their reduction, which is kept for ``reduce_gradients``."""
+        before = self.config.finalize_model_grads_func, self.config.grad_sync_func
+        self.config.finalize_model_grads_func, self.config.grad_sync_func = self._keep_reduction, None
+        self._is_unreduced = True
+        try:
+            with self._without_overlap():
+                yield
+        finally:
+            self._is_unreduced = False
+            self.config.finalize_model_grads_func, self.config.grad_sync_func = before
+
+    def _keep_reduction(self, *arguments: Any, **kwargs: Any) -> None:
+        self._reduction = partial(self._finalize_gradients, *arguments, **kwargs)
+
+    @contextmanager
+    def _without_overlap(self) -> Iterator[None]:
+        """No reduction begins in a backward pass; one that is asked for is complete when it returns."""
+        configs = [model.ddp_config for model in self.models]
+        before = [config.overlap_grad_reduce for config in configs]
+        for config in configs:
+            config.overlap_grad_reduce = False
+        try:
+            yield
+        finally:
+            for config, overlaps in zip(configs, before, strict=True):
+                config.overlap_grad_reduce = overlaps
 
     @torch.no_grad()
     def forward_only(
@@ -337,8 +382,8 @@ class Engine:
         step = scoring if forward_only else self._training_step
         # Taken from the batch: a curriculum's stages differ in both.
         micro_batch_size, rank_tokens = batches[0].labels.shape
-        # A graph holds no measurement of attention logits.
-        graphs = None if forward_only or self._measures_logits else self.graphs
+        # A graph holds no measurement of attention logits, and calls no module while it is replayed.
+        graphs = None if forward_only or self._measures_logits or self._is_unreduced else self.graphs
         passes = batches if graphs is None else graphs.of_step(batches)
         # Every virtual stage goes through all micro-batches by itself.
         iterators = [_each(passes, advance) for _ in self.chunks]

@@ -50,6 +50,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "restart": "changes only the detection of failures and the number of restarts",
     "task.validation_mlm_probability": "changes only measurements",
     "guard.compare_replicas_every": "changes only checks",
+    "guard.compare_gradients_every": "changes only checks",
     "guard.max_rollbacks": "changes only the number of rollbacks before the run stops",
     "parallel": "any layout resumes any other: batches, weights and sample order do not depend on it",
     "data.store": "a store may move; a checkpoint has its fingerprint and refuses another one",

@@ -15,8 +15,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -64,6 +64,7 @@ from lightscale.training.distillation import build_teacher, record_sensitivities
 from lightscale.training.evaluation import BeginEvaluation, InTraining
 from lightscale.training.gradient_noise import GradientNoise
 from lightscale.training.health.fault_injection import fault_point
+from lightscale.training.health.gradients import GradientCheck
 from lightscale.training.health.guard import Guard
 from lightscale.training.health.heartbeat import STARTING, Heartbeat
 from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
@@ -238,6 +239,7 @@ class Trainer:
         seed_generators(config.train.seed, mesh.rank)
         self.state: dict[str, Stateful] = {"data": self.loader, "guard": self.guard}
         self.replicas = ReplicaCheck(self.engine, every=config.guard.compare_replicas_every)
+        self.gradient_check = GradientCheck(self.engine, every=config.guard.compare_gradients_every)
         self.save_policy = SavePolicy(
             config.checkpoint,
             run,
@@ -261,6 +263,7 @@ class Trainer:
         )
         self.step = self.recovery.resume()
         self.replicas.begin(self.step)
+        self.gradient_check.begin(self.step)
         # Memory of the copies, now: running out of it at the first save would cost the steps before.
         self.save_policy.saver.reserve(self.engine)
         in_training = InTraining(
@@ -386,7 +389,7 @@ class Trainer:
         measures_logits = bool(every) and step % every == 0 and metrics.due(step)
         every = self.config.metrics.gradient_noise_every
         noise = GradientNoise(self.engine, batches) if every and step % every == 0 and metrics.due(step) else None
-        sums = self.engine.forward_backward(batches, measure_logits=measures_logits)
+        sums = self._forward_backward(step, batches, measure_logits=measures_logits)
         # Between backward pass and optimizer, the last moment at which all copies of a weight must still be equal.
         self.replicas.observe()
         if self.replicas.is_due(step):
@@ -473,9 +476,24 @@ class Trainer:
             measured["planned"] = self.planned_memory_bytes
         return {name: value / 2**30 for name, value in measured.items()}
 
+    def _forward_backward(self, step: int, batches: Sequence[Batch], *, measure_logits: bool) -> LossSums:
+        with self._recording_corruption(step):
+            try:
+                return self.gradient_check.forward_backward(step, batches, measure_logits=measure_logits)
+            except SilentCorruption:
+                # Weights that have changed explain other gradients, and comparing them names one rank.
+                self.replicas.observe()
+                self.replicas.compare(step)
+                raise
+
     def _compare_replicas(self, step: int) -> None:
-        try:
+        with self._recording_corruption(step):
             self.replicas.compare(step)
+
+    @contextmanager
+    def _recording_corruption(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except SilentCorruption as error:
             self.journal.event("silent_corruption", step=step, since=error.since, ranks=error.ranks, hosts=error.hosts)
             # The first rank to fail ends the others, and rank 0 must have written the event by then.
@@ -494,6 +512,7 @@ class Trainer:
         # Checkpoints of these steps will be other ones.
         self.save_policy.saver.known_good.clear()
         self.replicas.begin(self.step)
+        self.gradient_check.begin(self.step)
         metrics.go_back(self.step, attempt=self.directory.attempt)
 
     def _validate(self, metrics: MetricsLogger) -> None:
@@ -546,6 +565,10 @@ class Trainer:
         self._check_directory()
         # Corrupted weights must not reach a checkpoint: a restart then goes back to before the corruption.
         self._compare_replicas(self.step)
+        if self.config.guard.compare_gradients_every:
+            self.heartbeat.beat("comparing gradients", step=self.step)
+            with self._recording_corruption(self.step):
+                self.gradient_check.check(self.step)
         self.save_policy.save(
             self.step,
             metrics,

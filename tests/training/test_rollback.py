@@ -10,7 +10,7 @@ import os
 import runpy
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.data_pipeline.loading.prefetch import Prefetcher
 from lightscale.data_pipeline.loading.samples import SKIP_EVENT, run_loader, step_content
+from lightscale.launch.chaos.poisoned_training import WrongProducts
 from lightscale.parallel.engine import Engine
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 from lightscale.training.checkpoints.directories import list_steps
@@ -68,6 +69,8 @@ class Plan:
     """The last rank's weights change before this step."""
     poison: int | None = None
     """Before this step, once, a moment of the optimizer becomes NaN on the last rank."""
+    wrong: int | None = None
+    """From this step on, the last rank's products of matrices have a relative error."""
 
 
 def starts(rank: int, world_size: int, init_method: str, folder: str, plans: list[dict[str, Any]]) -> list[Any]:
@@ -114,7 +117,9 @@ def disturbed(plan: Plan, rank: int, world_size: int, trained: dict[int, Tensor]
             poisoned.append(max(trained))
             moment = next(shard for shard in self.owned_shards() if shard.box.key.startswith("exp_avg_sq."))
             moment.data.view(-1)[3] = float("nan")
-        return forward_backward(self, batches, **how)
+        is_wrong = plan.wrong is not None and max(trained) >= plan.wrong and rank == world_size - 1
+        with WrongProducts(1e-4) if is_wrong else nullcontext():
+            return forward_backward(self, batches, **how)
 
     def disturb(self: Engine, batch: Any, losses: Tensor) -> Any:
         changes = {
@@ -498,3 +503,31 @@ def test_nan_on_one_rank_and_a_changed_bit(workplace: Path, run_ranks: RunRanks,
         (event,) = events(runs[2], "silent_corruption")
         assert (event["step"], event["since"], event["ranks"]) == (8, 6, [1])
         assert [event["step"] for event in events(runs[2], "resume")] == [6]
+
+
+def test_wrong_products_reach_no_checkpoint(workplace: Path, run_ranks: RunRanks, steps_of: StepsOf) -> None:
+    """Two data ranks, of which one computes wrong from step 5 on."""
+    words = (*START, "parallel.data=2", "checkpoint.every=3")
+    checked = (*words, "guard.compare_gradients_every=4")
+    plans = [
+        Plan("right", words),
+        Plan("wrong", words, wrong=5),
+        Plan("checked", checked, wrong=5),
+        # Without a step that is due, the check before a checkpoint remains.
+        Plan("seldom", (*words, "guard.compare_gradients_every=100"), wrong=5),
+        Plan("checked", (*checked, "checkpoint.every=4")),
+    ]
+    ends = [end for end, _ in run_ranks(starts, 2, str(workplace), [asdict(plan) for plan in plans])[0]]
+    assert [end[0] for end in (ends[0], ends[1], ends[4])] == [0, 0, 0], ends
+    right, wrong, checked_run, seldom = (
+        RunDirectory(workplace / name) for name in ("right", "wrong", "checked", "seldom")
+    )
+    expected, found = (steps_of(read_metrics(run.metrics)) for run in (right, wrong))
+    assert all(found[step] == expected[step] for step in range(1, 5)) and found[8] != expected[8]
+    assert "silent corruption after step 4 and before the end of step 6: rank 0 (" in ends[2]
+    assert "silent corruption after step 3 and before the end of step 6: rank 0 (" in ends[3]
+    for run in (checked_run, seldom):
+        (event,) = events(run, "silent_corruption")
+        assert (event["step"], event["ranks"]) == (6, [0, 1])
+    assert [event["step"] for event in events(checked_run, "resume")] == [3]
+    assert steps_of(read_metrics(checked_run.metrics)) == expected

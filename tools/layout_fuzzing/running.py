@@ -33,6 +33,7 @@ from lightscale.training.build import build_engine
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.health.copies import check_copies
+from lightscale.training.health.gradients import GradientCheck
 from lightscale.training.optimizer.registry import optimizer_spec
 from lightscale.training.preference import PreferenceObjective, build_reference
 
@@ -65,10 +66,10 @@ def run(rank: int, world_size: int, init_method: str, job: Job, timeout_s: float
     """Errors by name, on this rank. ``timeout_s``: of a collective.
 
     reference: leaves losses, gradients and weights of one process. compare: those of the layout beside it, fp64.
-    optimize: three steps of the optimizer in fp32, behind which copies are equal and the optimizer's bytes are those of
-    ``plan``; leaves a checkpoint. resume: one process reads that checkpoint, and its next losses are theirs. move: the
-    same of as many ranks on other axes. follow: of one process, the logits of the plain form, its weights imported
-    again, and the logits of prompts in pieces.
+    optimize: three steps of the optimizer in fp32, one of which data ranks compare, behind which copies are equal and
+    the optimizer's bytes are those of ``plan``; leaves a checkpoint. resume: one process reads that checkpoint, and its
+    next losses are theirs. move: the same of as many ranks on other axes. follow: of one process, the logits of the
+    plain form, its weights imported again, and the logits of prompts in pieces.
     """
     drawn = job.drawn if job.what in ("compare", "optimize", "move") else on_one(job.drawn)
     config = config_of(drawn, job.stores)
@@ -200,9 +201,11 @@ class _Case:
 
     def optimize(self) -> dict[str, float]:
         losses = []
+        # Of the second step: whatever the model is, another data rank computes the same bits, and the step its own.
+        check = GradientCheck(self.engine, every=2)
+        check.begin(0)
         for step in range(STEPS):
-            sums = self.engine.forward_backward(self.batches())
-            losses.append(sums.mean)
+            losses.append(check.forward_backward(step + 1, self.batches()).mean)
             self.engine.step(1e-3)
             if step == 0:
                 saver = Saver(self.folder / "checkpoints", self.mesh)

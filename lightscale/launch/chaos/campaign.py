@@ -4,7 +4,7 @@ DIR/reference/       the undisturbed run; reused by a campaign with the same con
     round-0001/      the runs under faults, each of the same steps
     round-0001.log   the output of their commands
     disk-0001/       the runs with a full disk
-    guarded-0001/    the runs with flipped bits, which compare their weights and moments in every step
+    guarded-0001/    the runs with flipped bits and wrong ranks, which compare weights, moments and gradients
     poisoned-0001/   the runs with NaN, which go back and jump over data
     peaceful-0001/   undisturbed runs with the same jumps
     store/           the copy of the store for all runs, if tokens change; other-store/ differs
@@ -35,7 +35,7 @@ from lightscale.launch.chaos.harness.training import Training
 from lightscale.launch.chaos.harness.trial import Fault, Runner, Subject, Trial
 from lightscale.launch.chaos.harness.verify import SKIPPED, Lines, Verdict, judge, jumps, undone
 from lightscale.launch.chaos.preload.control import Control, problem
-from lightscale.launch.chaos.schedule import WITH_LIBRARY, WITH_STORES, Where, schedule
+from lightscale.launch.chaos.schedule import WITH_DATA_RANKS, WITH_LIBRARY, WITH_STORES, Where, schedule
 from lightscale.launch.chaos.stores import LARGEST_STORE_BYTES, copy_store, num_bytes, write_other_store
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
@@ -53,7 +53,7 @@ _ROUNDS: dict[str, Where] = {
 _POISONED = "lightscale.launch.chaos.poisoned_training"
 _PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "poisoned": (_POISONED, ()),
-    "guarded": (_POISONED, ("guard.compare_replicas_every=1",)),
+    "guarded": (_POISONED, ("guard.compare_replicas_every=1", "guard.compare_gradients_every=1")),
 }
 _MOST_GIVEN_UP = 5
 _DISK_CHECKPOINTS, _DISK_SPARE_BYTES, _LARGEST_DISK_BYTES = 6, 32 << 20, 2 << 30
@@ -106,7 +106,7 @@ class Campaign:
         """Run all parts, or go on where the same campaign was ended; `amounts` by the names in `SORTS`."""
         question = {"amounts": dict(amounts), "flips": flips, "seed": self.seed, "processes": self.processes}
         progress = CampaignProgress(self.directory / "progress.json", {**question, "arguments": self._arguments})
-        amounts = self._with_library(self._with_stores(amounts))
+        amounts = self._with_data_ranks(self._with_library(self._with_stores(amounts)))
         self._report("undisturbed run", self.result)
         self._run_reference()
         self._clear({f"{one.name}-{number:04d}" for one, number in _numbered(progress.judged)})
@@ -189,6 +189,15 @@ class Campaign:
         assert self.config.data.store is not None, "asked before"
         self._control = Control(self.directory / "preload", self.config.data.store)
         return amounts
+
+    def _with_data_ranks(self, amounts: Mapping[str, int]) -> Mapping[str, int]:
+        """The amounts that can be tried on the data ranks of the run."""
+        needed = [name for name in WITH_DATA_RANKS if amounts.get(name)]
+        parallel = self.config.parallel
+        if not needed or self.processes > parallel.tensor * parallel.pipeline * parallel.sequence:
+            return amounts
+        self.result.skipped += [f"{name}: one data rank has no other to compare with" for name in needed]
+        return {**amounts, **dict.fromkeys(needed, 0)}
 
     @property
     def _other_store(self) -> Path:

@@ -18,10 +18,11 @@ from lightscale.launch.chaos.faults.lost_checkpoints import draw_lost_checkpoint
 from lightscale.launch.chaos.faults.not_finite import draw_nans, draw_rollback_losses
 from lightscale.launch.chaos.faults.processes import draw_second_jobs
 from lightscale.launch.chaos.faults.replaced import draw_power_cuts, draw_removed_checkpoints, draw_replaced_stores
+from lightscale.launch.chaos.faults.wrong_rank import draw_wrong_ranks
 from lightscale.launch.chaos.harness.trial import Fault
 
 Where = Literal["ordinary", "small disk", "poisoned", "guarded"]
-"""Kinds of runs for faults: ordinary; with a small file system; with changed data afterwards; with compared weights."""
+"""Kinds of runs for faults: ordinary; with a small file system; with changed data afterwards; with compared numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,16 @@ SORTS: dict[str, Sort] = {
         default=2, text="losses of ranks while the run rolls back", draw=draw_rollback_losses, where="poisoned"
     ),
     "memory-flips": Sort(
-        default=4, text="bits flipped in weights and moments in the memory of a rank", draw=draw_flips, where="guarded"
+        default=5,
+        text="bits flipped in weights, gradients and moments in the memory of a rank",
+        draw=draw_flips,
+        where="guarded",
+    ),
+    "wrong-ranks": Sort(
+        default=2,
+        text="ranks that compute slightly wrong (needs two data ranks)",
+        draw=draw_wrong_ranks,
+        where="guarded",
     ),
     "conditions": Sort(
         default=8,
@@ -97,10 +107,12 @@ _SECOND: dict[str, tuple[str, ...]] = {
     "pairs": tuple(name for name, sort in SORTS.items() if sort.where == "ordinary" and name != "conditions"),
     "rollback-pairs": ("nans", "rollback-losses"),
     "memory-pairs": ("memory-flips",),
+    "wrong-rank-pairs": ("wrong-ranks",),
 }
-# Sorts that need a second store, and those that need the preloaded library.
+# Sorts that need a second store, the preloaded library, and two data ranks.
 WITH_STORES = ("changed-tokens", "disagreements", "replaced-stores", "pairs")
 WITH_LIBRARY = ("conditions", "power-cuts", *_SECOND)
+WITH_DATA_RANKS = ("wrong-ranks", "wrong-rank-pairs")
 
 
 def _draw_pairs(name: str) -> Draw:
@@ -124,6 +136,12 @@ SORTS |= {
         default=2,
         text="pairs of a condition with bits flipped in memory (needs gcc)",
         draw=_draw_pairs("memory-pairs"),
+        where="guarded",
+    ),
+    "wrong-rank-pairs": Sort(
+        default=2,
+        text="pairs of a condition with ranks that compute slightly wrong (needs gcc and two data ranks)",
+        draw=_draw_pairs("wrong-rank-pairs"),
         where="guarded",
     ),
 }

@@ -14,9 +14,9 @@ is at fault. Two ranks are enough, and a single rank detects faults of its own m
 ranks or stages, which update them separately, are compared too; there the majority is right.
 
 Detected: weights and moments that change between two steps, in memory or while they are gathered, and copies with
-different updates. Not detected: wrong computations (activations, gradients, a row in its optimizer), because all ranks
-get the result. The checksum is the sum of all words modulo 2^64.
-It detects any single changed bit, and several bits unless their differences cancel.
+different updates. Not detected: wrong computations, because all ranks get the result. Those of activations and
+gradients are compared by ``gradients.py``, those of a row in its optimizer by nothing. The checksum is the sum of all
+words modulo 2^64. It detects any single changed bit, and several bits unless their differences cancel.
 """
 
 import socket

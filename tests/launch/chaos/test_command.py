@@ -99,6 +99,14 @@ def test_a_real_run_under_faults(folder: Path, capsys: pytest.CaptureFixture[str
     assert len(read_metrics(RunDirectory("runs/chaos-chaos/reference").metrics)) == 60
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_rank_that_computes_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = chaos(capsys, "parallel.sequence=1", "--flips=0", wrong_ranks=1)
+    (found,) = record["kinds"].items()
+    assert found[0] == "rank that computes slightly wrong" and found[1]["detected"] == 1
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("processes", [2, 4])
@@ -223,13 +231,33 @@ def test_no_store_is_said_before_anything_is_written(folder: Path, capsys: pytes
     assert not Path("runs").exists()
 
 
+def campaign_of(*overrides: str, processes: int = 2) -> campaign.Campaign:
+    return campaign.Campaign(
+        Path("chaos.toml"),
+        overrides,
+        Path("runs/large"),
+        processes=processes,
+        seed=0,
+        report=lambda *_: None,
+        keep=lambda _: None,
+    )
+
+
+@pytest.mark.parametrize(("processes", "axis"), [(2, "tensor"), (2, "pipeline"), (4, "sequence")])
+def test_one_data_rank_has_no_other_to_compare_with(folder: Path, processes: int, axis: str) -> None:
+    amounts = {"wrong-ranks": 2, "wrong-rank-pairs": 1, "memory-flips": 3}
+    one = campaign_of(f"parallel.{axis}={processes}", processes=processes)
+    assert one._with_data_ranks(amounts) == {"wrong-ranks": 0, "wrong-rank-pairs": 0, "memory-flips": 3}
+    assert [text.split(":")[0] for text in one.result.skipped] == ["wrong-ranks", "wrong-rank-pairs"]
+    two = campaign_of(f"parallel.{axis}={processes}", processes=2 * processes)
+    assert two._with_data_ranks(amounts) == amounts and two.result.skipped == []
+
+
 def test_a_store_too_large_to_be_copied(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(campaign, "LARGEST_STORE_BYTES", 1000)
-    one = campaign.Campaign(
-        Path("chaos.toml"), [], Path("runs/large"), processes=2, seed=0, report=lambda *_: None, keep=lambda _: None
-    )
+    one = campaign_of()
     amounts = one._with_stores({"changed-tokens": 2, "disagreements": 1, "nans": 3})
     assert amounts == {"changed-tokens": 0, "disagreements": 0, "nans": 3}
     assert [text.split(" bytes ")[1] for text in one.result.skipped] == ["is too large to copy"] * 2

@@ -7,13 +7,17 @@ import pytest
 
 from lightscale.launch.chaos.faults import changed_tokens, disagreeing_ranks, lost_checkpoints, not_finite
 from lightscale.launch.chaos.faults.changed_tokens import ChangedTokens
+from lightscale.launch.chaos.faults.conditions import Pair
 from lightscale.launch.chaos.faults.damaged_checkpoint import DAMAGE_KINDS, Damage
 from lightscale.launch.chaos.faults.damaged_records import RECORDS, WAYS, DamagedRecord
 from lightscale.launch.chaos.faults.disagreeing_ranks import DisagreeingRank
 from lightscale.launch.chaos.faults.disks import DiskFault
+from lightscale.launch.chaos.faults.flipped_memory import Flip
 from lightscale.launch.chaos.faults.kills import Kill
 from lightscale.launch.chaos.faults.lost_checkpoints import MissingCheckpoints
+from lightscale.launch.chaos.faults.memory import GRADIENT
 from lightscale.launch.chaos.faults.not_finite import NaN
+from lightscale.launch.chaos.faults.wrong_rank import WrongRank
 from lightscale.launch.chaos.schedule import SORTS, Where, schedule
 from lightscale.training.health.fault_injection import LOAD_POINTS, POINTS, SAVE_POINTS
 
@@ -63,6 +67,16 @@ def test_twenty_of_each_are_all_sorts_of_it() -> None:
     nans = [one for one in schedule(TWENTY, processes=4, seed=0, where="poisoned") if isinstance(one, NaN)]
     assert Counter(one.place for one in nans) == dict.fromkeys(not_finite.PLACES, 5)
     assert {one.rank for one in nans} == set(range(4))
+
+
+def test_what_flips_and_who_computes_wrong() -> None:
+    faults = schedule({"memory-flips": 20, "wrong-ranks": 20}, processes=4, seed=0, where="guarded")
+    flips, wrong = ([one for one in faults if isinstance(one, kind)] for kind in (Flip, WrongRank))
+    assert Counter(one.place for one in flips) == dict.fromkeys((*not_finite.PLACES, GRADIENT), 4)
+    assert {one.rank for one in flips} == {one.rank for one in wrong} == set(range(4))
+    assert all(1e-5 <= abs(one.error) <= 1e-2 for one in wrong) and {one.error > 0 for one in wrong} == {True, False}
+    pairs = schedule({"wrong-rank-pairs": 8}, processes=4, seed=0, where="guarded")
+    assert all(isinstance(one, Pair) for one in pairs) and len({one.kind for one in pairs}) == 8
 
 
 def test_the_seed_decides() -> None:

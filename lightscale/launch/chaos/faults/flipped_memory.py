@@ -1,4 +1,4 @@
-"""A bit that flips in a number of the model or the optimizer, in the memory of a running rank."""
+"""A bit that flips in a number of the model, its gradient or the optimizer, in the memory of a running rank."""
 
 import random
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
-from lightscale.launch.chaos.faults.memory import PLACES, MemoryOrder
+from lightscale.launch.chaos.faults.memory import GRADIENT, PLACES, MemoryOrder, not_named
 from lightscale.launch.chaos.harness.trial import Bound, Runner
 from lightscale.launch.chaos.harness.verify import Lines
 
@@ -30,16 +30,12 @@ class Flip(MemoryOrder):
         run.wait_for_steps(1)
 
     def _missed(self, events: Lines) -> str | None:
-        found = [one for one in events if one["event"] == "silent_corruption"]
-        if not found:
-            return "the run did not go back"
-        named = found[0]["ranks"]
-        return None if self.rank in named else f"ranks {named} were named, not {self.rank}"
+        return not_named(self.rank, events)
 
 
 def draw_flips(generator: random.Random, number: int, processes: int) -> Iterator[Flip]:
     """Draw each place equally often, on any rank, and any bit."""
-    for place in shuffled_cycle(generator, PLACES, number):
+    for place in shuffled_cycle(generator, (*PLACES, GRADIENT), number):
         yield Flip(
             place=place,
             rank=generator.randrange(processes),

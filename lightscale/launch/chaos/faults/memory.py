@@ -9,6 +9,9 @@ from lightscale.launch.chaos.harness.trial import PATIENCE_SAVES, SLOW_POLL_S, F
 from lightscale.launch.chaos.harness.verify import Lines
 
 PLACES = ("weight", "first moment", "second moment", "copy of a weight")
+"""Those that stay from step to step."""
+GRADIENT = "gradient"
+"""The place of a rank's own gradients, between its last backward pass and their sum over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,7 @@ class MemoryOrder:
     """One element of a tensor in the memory of a rank, which is to change."""
 
     place: str
-    """One of `PLACES`."""
+    """One of `PLACES`, or `GRADIENT`."""
     rank: int
     tensor: int
     """Index of the tensor of the place, and of its element, modulo their numbers."""
@@ -57,3 +60,11 @@ def order_file(folder: Path, rank: int) -> Path:
 def went_back(events: Lines) -> bool:
     """Whether the run went back to a checkpoint, by a rollback or a new start."""
     return any(event["event"] in ("rollback", "silent_corruption") for event in events)
+
+
+def not_named(rank: int, events: Lines) -> str | None:
+    """Evidence that the run did not stop for a rank that is at fault; None: the first stop names it."""
+    found = [one["ranks"] for one in events if one["event"] == "silent_corruption"]
+    if not found:
+        return "the run did not go back"
+    return None if rank in found[0] else f"ranks {found[0]} were named, not {rank}"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.launch.chaos.faults.memory import PLACES, order_file, went_back
+from lightscale.launch.chaos.faults.flipped_memory import Flip
+from lightscale.launch.chaos.faults.memory import GRADIENT, PLACES, not_named, order_file, went_back
 from lightscale.launch.chaos.faults.not_finite import NaN, not_finite
 from lightscale.launch.chaos.poisoned_training import poison
 from lightscale.parallel.shards import Box, TensorShard
@@ -73,6 +74,31 @@ def test_one_element_of_the_place_is_poisoned_once(tmp_path: Path, monkeypatch: 
     assert poisoned() == [expected[place]]
     assert not file.exists()
     assert sum(int(one.data.isnan().sum()) for one in shards) == (place != "copy of a weight")
+
+
+def test_a_gradient_is_hit_after_the_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.ones(parameter.shape)  # type: ignore[attr-defined]
+    engine: Any = SimpleNamespace(chunks=[model], owned_shards=list)
+    monkeypatch.setenv(VARIABLE, f"@{tmp_path}")
+    monkeypatch.setenv("RANK", "1")
+    order = Flip(place=GRADIENT, rank=1, tensor=2, element=7, bit=62, steps=0)
+    file = order_file(tmp_path, 1)
+    file.write_text(json.dumps(asdict(order)))
+    poison(engine)
+    assert file.exists() and bool((model.weight.main_grad == 1).all())  # type: ignore[union-attr]
+    poison(engine, after_backward=True)
+    # The second highest bit of 1.0 is not set: with it, 1.0 becomes infinity.
+    assert model.weight.main_grad.tolist() == [[1, 1], [1, float("inf")]]  # type: ignore[union-attr, operator]
+    assert not file.exists() and model.bias.main_grad.tolist() == [1, 1]  # type: ignore[union-attr, operator]
+
+
+def test_who_must_be_named() -> None:
+    stop = {"event": "silent_corruption", "ranks": [0, 2]}
+    assert not_named(2, [{"event": "start"}, stop]) is None
+    assert not_named(1, [stop]) == "ranks [0, 2] were named, not 1"
+    assert not_named(1, [{"event": "rollback"}]) == "the run did not go back"
 
 
 def test_what_counts_as_going_back() -> None:
