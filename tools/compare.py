@@ -245,7 +245,7 @@ def record(
             "steps": config.total_steps,
             "sequence_length": config.data.sequence_length,
             "global_batch_size": config.train.global_batch_size,
-            "tokens": config.total_steps * config.tokens_per_step,
+            "tokens": config.total_tokens,
             "optimizer": config.optimizer.model_dump(mode="json"),
             "seed": config.train.seed,
             "data_seed": config.data.seed,

@@ -4,7 +4,6 @@
 may import this one, so it imports neither torch nor any part of lightscale outside `config` except the errors.
 """
 
-import math
 import re
 from collections import Counter
 from functools import cached_property
@@ -42,6 +41,7 @@ from lightscale.config.section import (
     Width,
 )
 from lightscale.config.sinks import RECORD, sink_entry
+from lightscale.config.step_tokens import StepTokens
 from lightscale.config.tasks import DEFAULT as DEFAULT_TASK
 from lightscale.config.tasks import TASKS, task_class
 
@@ -514,12 +514,22 @@ class RunConfig(Section):
         return self.train.global_batch_size * self.data.sequence_length
 
     @cached_property
+    def step_tokens(self) -> StepTokens:
+        """Tokens of every step."""
+        return StepTokens(full=self.tokens_per_step)
+
+    @cached_property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         if self.train.steps is not None:
             return self.train.steps
         assert self.train.tokens is not None
-        return math.ceil(self.train.tokens / self.tokens_per_step)
+        return self.step_tokens.steps_to(self.train.tokens)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run, in whole steps."""
+        return self.step_tokens.after(self.total_steps)
 
     @property
     def parent_steps(self) -> int:
@@ -530,6 +540,11 @@ class RunConfig(Section):
     def own_steps(self) -> int:
         """Steps of the run itself, without those of its parent."""
         return self.total_steps - self.parent_steps
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of the run itself, without those of its parent."""
+        return self.total_tokens - self.step_tokens.after(self.parent_steps)
 
     @property
     def adapters(self) -> AdapterConfig | None:

@@ -74,14 +74,11 @@ class RunPlan:
     """Training FLOPs per step for MFU: the matrix products of projections, mixers, GLUs and logits."""
     tokens_per_step: int
     steps: int
+    tokens: int
+    """Of the whole run, in whole steps."""
     memory: RankMemory
     """Memory of the ranks that hold most."""
     exchanges: tuple[StateExchangeSize, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole run, in whole steps."""
-        return self.steps * self.tokens_per_step
 
 
 def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
@@ -104,6 +101,7 @@ def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
         * config.tokens_per_step,
         tokens_per_step=config.tokens_per_step,
         steps=config.own_steps,
+        tokens=config.own_tokens,
         memory=fullest_rank(config, layout),
         exchanges=tuple(_exchanges(config, layout)),
     )

@@ -32,13 +32,10 @@ class CellCounts:
     """FLOPs as counted in arXiv 2406.16690, without logits; None: not an architecture of that paper."""
     tokens_per_step: int
     steps: int
+    tokens: int
+    """D at the end."""
     kept_bytes: int
     """Bytes of the checkpoints at the end."""
-
-    @property
-    def tokens(self) -> int:
-        """D at the end."""
-        return self.steps * self.tokens_per_step
 
     @property
     def flops(self) -> float:
@@ -70,6 +67,7 @@ def count(config: RunConfig) -> CellCounts:
         paper_flops_per_token=None if paper_flops is None else paper_flops / length,
         tokens_per_step=config.tokens_per_step,
         steps=config.total_steps,
+        tokens=config.total_tokens,
         kept_bytes=_kept_bytes(config),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightscale.config.step_tokens import StepTokens
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.study.counts import CellCounts
 
@@ -51,9 +52,9 @@ class _Steps:
     loss: NDArray[np.float64]
 
 
-def run_curve(run: RunDirectory, counts: CellCounts, *, smoothing: float) -> RunCurve | None:
+def run_curve(run: RunDirectory, counts: CellCounts, step_tokens: StepTokens, *, smoothing: float) -> RunCurve | None:
     """The curve of `run` so far; None before its first step."""
-    steps = _steps(read_lines(run.events), read_lines(run.metrics), counts.tokens_per_step)
+    steps = _steps(read_lines(run.events), read_lines(run.metrics), step_tokens)
     if not len(steps.step):
         return None
     wanted = np.geomspace(steps.tokens[0], steps.tokens[-1], num=MOST_POINTS)
@@ -110,7 +111,7 @@ def smooth(
     return np.exp(found)
 
 
-def _steps(events: Sequence[_Record], lines: Iterable[_Record], tokens_per_step: int) -> _Steps:
+def _steps(events: Sequence[_Record], lines: Iterable[_Record], step_tokens: StepTokens) -> _Steps:
     skipped = {(event["attempt"], event["step"]) for event in events if event["event"] == "step_skipped"}
     # The tokens of a branch are those of its model, its seconds are its own.
     begun = next((event["step"] for event in events if event["event"] == "branch"), 0)
@@ -118,14 +119,15 @@ def _steps(events: Sequence[_Record], lines: Iterable[_Record], tokens_per_step:
     last, trained, passed_s = 0, 0, 0.0
     for line in kept_lines(events, lines):
         covered = range(last + 1, line["step"] + 1)
-        num_skipped = sum((line["attempt"], one) in skipped for one in covered) if skipped else 0
+        left_out = [one for one in covered if (line["attempt"], one) in skipped] if skipped else []
         passed_s += (line["step"] - max(last, begun)) * (line.get("step_s") or 0.0)
+        trained += step_tokens.after(line["step"]) - step_tokens.after(last)
+        trained -= sum(step_tokens.after(one) - step_tokens.after(one - 1) for one in left_out)
         last = line["step"]
-        trained += len(covered) - num_skipped
         value = line.get("loss")
         if value is not None and value > 0 and (line["attempt"], last) not in skipped:
             step.append(last)
-            tokens.append(float(trained * tokens_per_step))
+            tokens.append(float(trained))
             seconds.append(passed_s)
             loss.append(float(value))
     return _Steps(

@@ -162,7 +162,7 @@ def _curve(study: Study, cell: Cell, curve: RunCurve, *, counting: Counting) -> 
         if counts.paper_parameters is None or counts.paper_flops_per_token is None:
             return None
         parameters, flops = counts.paper_parameters, curve.paper_flops
-    warmup_tokens = cell.config.optimizer.warmup_steps * counts.tokens_per_step
+    warmup_tokens = cell.config.step_tokens.after(cell.config.optimizer.warmup_steps)
     used = curve.tokens > max(study.definition.fit.skip * counts.tokens, warmup_tokens)
     if not used.any():
         return None

@@ -199,7 +199,9 @@ class Study:
         """The curve of `cell`, finished or in progress; None before its first step."""
         if not from_run and self.finished_record(cell) is not None:
             return read_curve(self.path / "cells" / f"{cell.name}.csv")
-        return run_curve(self.run(cell), self.counts(cell), smoothing=self.definition.about.smoothing)
+        return run_curve(
+            self.run(cell), self.counts(cell), cell.config.step_tokens, smoothing=self.definition.about.smoothing
+        )
 
     def _digests(self) -> dict[str, str]:
         return {cell.name: cell.digest for cell in make_cells(self.definition)}

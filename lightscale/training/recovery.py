@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
+from lightscale.config.step_tokens import StepTokens
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.samples import (
@@ -133,23 +134,23 @@ class Recovery:
             directory.checkpoints,
             engine.mesh,
             parts=list(state),
-            tokens_per_step=self._tokens_per_step(),
+            step_tokens=self._step_tokens(),
             has_own_embedding_std=_has_own_embedding_std(config.model),
         )
 
-    def _tokens_per_step(self) -> int | None:
-        """Of all steps of the run; None where two of them differ, also of its parents, or where a parent is gone."""
-        return self._ranks.on_first(self._only_tokens_per_step)
+    def _step_tokens(self) -> StepTokens | None:
+        """Of all steps of the run; None where they changed, also of its parents, or where a parent is gone."""
+        return self._config.step_tokens if self._ranks.on_first(self._keeps_step_tokens) else None
 
-    def _only_tokens_per_step(self) -> int | None:
+    def _keeps_step_tokens(self) -> bool:
         runs = lineage(self._config, self._directory)
         for config, directory in runs:
             events = read_lines(directory.events)
             changed = {key for event in events if event["event"] == "configuration_changed" for key in event["changes"]}
-            if changed & _DECIDE_TOKENS or config.tokens_per_step != self._config.tokens_per_step:
-                return None
+            if changed & _DECIDE_TOKENS or config.step_tokens != self._config.step_tokens:
+                return False
         eldest, _ = runs[-1]
-        return self._config.tokens_per_step if eldest.train.branch_from is None else None
+        return eldest.train.branch_from is None
 
     def resume(self) -> int:
         """Load the newest whole checkpoint, or that of ``train.branch_from``, or the weights of ``train.init_from``.
@@ -231,7 +232,7 @@ class Recovery:
         # not known, and it may have been one before the first bad loss.
         loader, journal = self._loader, self._journal
         at_tokens = self._tokens_after(target, [name for name in names if name.step == target])
-        end_tokens = loader.tokens + (self._config.total_steps - last) * loader.tokens_per_step
+        end_tokens = loader.step_tokens.after(self._config.total_steps - last, loader.tokens)
         skip_tokens = loader.skips.length_back_to(at_tokens, loader.tokens, end_tokens)
         journal.event(SKIP_EVENT, at_tokens=at_tokens, skip_tokens=skip_tokens, first_step=target + 1, last_step=last)
         # The skip once more: one damaged line of the record must not bring its data back.
@@ -254,8 +255,8 @@ class Recovery:
                 # Of a damaged one ``resume`` says so, and goes further back.
                 with contextlib.suppress(DamagedCheckpoint):
                     facts = read_manifest(self._checkpoints.directory / name.directory).facts
-                    return int(facts.get("tokens", step * self._loader.tokens_per_step))
-            return step * self._loader.tokens_per_step
+                    return int(facts.get("tokens", self._loader.step_tokens.after(step)))
+            return self._loader.step_tokens.after(step)
 
         return self._ranks.on_first(recorded)
 
@@ -312,7 +313,7 @@ class Recovery:
             run.checkpoints,
             self._engine.mesh,
             parts=list(self._state),
-            tokens_per_step=self._tokens_per_step(),
+            step_tokens=self._step_tokens(),
             has_own_embedding_std=_has_own_embedding_std(self._config.model),
         )
         try:

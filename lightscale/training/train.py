@@ -323,7 +323,7 @@ class Trainer:
                 attempt=self.directory.attempt,
                 first_step=self.step + 1,
                 total_steps=total,
-                tokens_per_step=config.tokens_per_step,
+                step_tokens=config.step_tokens,
                 log_every=config.metrics.log_every,
                 flops_per_token=flops,
                 peak_flops=peak,
@@ -337,7 +337,7 @@ class Trainer:
             if not self._evaluate(metrics):
                 return self._leave("resumable", f"stopped by {self.stop.reason}")
             while self.step < total:
-                metrics.begin_step()
+                metrics.begin_step(self.loader.tokens)
                 with profiler.step(self.step + 1):
                     self._train_step(ahead, metrics)
                 if self.guard.skips_in_a_row >= config.guard.max_skips:
@@ -377,7 +377,7 @@ class Trainer:
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
         fault_point("step:begin")
         step, total = self.step + 1, self.config.total_steps
-        stage = self.loader.stage_after(self.loader.tokens)
+        stage, tokens = self.loader.stage_after(self.loader.tokens), self.loader.step_tokens.of_next(self.loader.tokens)
         if stage != self.stage:
             self.stage = stage
             # Other shapes compile other kernels: the watchdog must not judge this step by the ones before.
@@ -418,7 +418,7 @@ class Trainer:
             groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
             # The spike that a guard rejects is no part of what is trained.
             if noise is not None and skipped is None:
-                groups |= noise.result(sums.tokens, grad_norm, tokens=self.config.tokens_per_step)
+                groups |= noise.result(sums.tokens, grad_norm, tokens=tokens)
             if measures_logits or self.config.optimizer.qk_clip is not None:
                 groups["largest_logit"] = self._logits_by_layer()
             metrics.log_step(

@@ -31,11 +31,15 @@ def test_shapes_are_those_of_the_loader(steps: int) -> None:
     stages = Curriculum(
         config.data.curriculum,
         sequence_length=config.data.sequence_length,
-        global_batch_size=config.train.global_batch_size,
+        step_tokens=config.step_tokens,
         micro_batch_size=1,
     ).stages
     expected = [
-        (stage.start // config.tokens_per_step + 1, stage.sequence_length, stage.global_batch_size)
+        (
+            stage.start // config.tokens_per_step + 1,
+            stage.sequence_length,
+            config.tokens_per_step // stage.sequence_length,
+        )
         for stage in stages
         if stage.start < steps * config.tokens_per_step
     ]

@@ -12,6 +12,7 @@ import pytest
 
 from lightscale.cli import main
 from lightscale.config.files import to_toml
+from lightscale.config.step_tokens import StepTokens
 from lightscale.training.checkpoints.directories import Contents, directory_name
 from lightscale.training.checkpoints.manifest import NAME
 from lightscale.training.checkpoints.random_states import random_states
@@ -389,10 +390,10 @@ def restore_crafted(rank: int, world_size: int, init_method: str, folder: str) -
             attempt(case, lambda victim, case=case: craft(victim, case))
         counters = setting("optimizer", to={"sgd_steps": 1})
         attempt("other counters", lambda victim: (victim.edit("state.json", counters), victim.seal()))
-        attempt("other tokens", lambda victim: None, tokens_per_step=96)
+        attempt("other tokens", lambda victim: None, step_tokens=StepTokens(full=96))
         attempt("no guard", lambda victim: None, parts=["guard"])
         attempt("no tokenizer", lambda victim: None, parts=["data"])
-        attempt("whole", lambda victim: None, tokens_per_step=192)
+        attempt("whole", lambda victim: None, step_tokens=StepTokens(full=192))
     return found
 
 
@@ -414,7 +415,7 @@ def test_no_weight_changes_before_all_is_checked(run_ranks: Any, tmp_path: Path)
     expected = {case: CASES[case][2] for case in RESTORED if case != "another count of tokens"} | {
         "another count of tokens": "expected 192 tokens as in MANIFEST.json, found 4864",
         "other counters": "expected the optimizer counters adam_steps, found sgd_steps",
-        "other tokens": "expected 96 tokens after 1 steps of 96, found 192",
+        "other tokens": "expected 96 tokens after step 1, found 192",
         "no guard": "state.json: has no guard",
         "no tokenizer": "the data fingerprint has no tokenizer",
     }

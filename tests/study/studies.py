@@ -82,4 +82,4 @@ def pretend(study: Study, cell: Cell, losses: list[float], steps: list[int] | No
         for step, loss in zip(steps or range(1, len(losses) + 1), losses, strict=True):
             writer.write({"step": step, "attempt": attempt, "loss": loss, "step_s": 0.5})
     last = cell.config.total_steps
-    run.write_status("finished", reason="all steps are done", step=last, tokens=last * cell.config.tokens_per_step)
+    run.write_status("finished", reason="all steps are done", step=last, tokens=cell.config.total_tokens)

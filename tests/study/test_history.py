@@ -46,7 +46,7 @@ def test_tokens_flops_and_seconds_of_steps_that_count(tmp_path: Path) -> None:
     run = study.run(cell)
     run.event("step_skipped", step=3)
     counts = count(cell.config)
-    curve = run_curve(run, counts, smoothing=1.1)
+    curve = run_curve(run, counts, cell.config.step_tokens, smoothing=1.1)
     assert curve is not None
     assert curve.step.tolist() == [1, 2, 4]
     assert curve.tokens.tolist() == [128, 256, 384]
@@ -66,7 +66,7 @@ def test_a_branch_has_the_tokens_of_its_model_and_seconds_of_its_own(tmp_path: P
     with LineWriter(run.metrics) as writer:
         for step in (9, 10):
             writer.write(line(1, step, 3.0))
-    curve = run_curve(run, count(config), smoothing=1.1)
+    curve = run_curve(run, count(config), config.step_tokens, smoothing=1.1)
     assert curve is not None
     assert (curve.step.tolist(), curve.seconds.tolist()) == ([9, 10], [1.0, 2.0])
     assert curve.tokens.tolist() == [9 * 128, 10 * 128]

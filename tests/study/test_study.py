@@ -42,7 +42,7 @@ def test_a_finished_cell_needs_its_run_no_more() -> None:
     assert not study.finish(cell)
     pretend(study, cell, LOSSES)
     run = study.run(cell)
-    expected = run_curve(run, study.counts(cell), smoothing=1.1)
+    expected = run_curve(run, study.counts(cell), cell.config.step_tokens, smoothing=1.1)
     assert study.finish(cell)
     shutil.rmtree(run.path)
     assert study.finish(cell)

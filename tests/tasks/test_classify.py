@@ -96,8 +96,8 @@ def test_a_label_stands_at_the_last_token_of_its_document(tmp_path: Path, packin
     labels = {int(end): label_of(text[start + 1 : end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)}
     data, found = loader(store.path, packing), 0
     for number in range(3):
-        samples = data.step_after(number * data.tokens_per_step)
-        batches = data.batches_after(number * data.tokens_per_step)
+        samples = data.step_after(data.step_tokens.after(number))
+        batches = data.batches_after(data.step_tokens.after(number))
         for row, ranges in enumerate(samples.ranges):
             batch = batches[row // 2]
             at = {

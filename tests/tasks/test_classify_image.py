@@ -177,7 +177,7 @@ def test_a_row_is_an_image_in_patches(tmp_path: Path) -> None:
     whole, seen = loader(store.path, model), []
     parts = [loader(store.path, model, sequence_rank=rank, sequence_size=2) for rank in range(2)]
     for number in range(6):
-        at = number * whole.tokens_per_step
+        at = whole.step_tokens.after(number)
         samples, batches, halves = (
             whole.step_after(at),
             whole.batches_after(at),
@@ -254,7 +254,7 @@ def test_changed_images_are_the_same_on_every_layout_and_after_a_resume(tmp_path
             place = {"data_rank": rank, "data_size": ranks, "sequence_rank": part, "sequence_size": sequence}
             other = loader(path, model, task=task, micro=micro, **place)
             # Of a run that stopped behind the fourth step, in the second epoch.
-            other.load_state_dict({**one.state_dict(), "tokens": 4 * one.tokens_per_step})
+            other.load_state_dict({**one.state_dict(), "tokens": one.step_tokens.after(4)})
             found = rows_of(other.next_step())
             own = [row for row in range(8) if row // micro % ranks == rank]
             columns = slice(part * 10 // sequence, (part + 1) * 10 // sequence)

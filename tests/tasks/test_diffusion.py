@@ -115,7 +115,7 @@ def test_noise_can_be_taken_off_again(tmp_path: Path, prediction: str) -> None:
     halves = [loader(store.path, MODELS["vit"], task=task, sequence_rank=rank, sequence_size=2) for rank in range(2)]
     shares, noises, timesteps, dropped = signal_shares("cosine", 50), [], [], 0
     for number in range(12):
-        at = number * whole.tokens_per_step
+        at = whole.step_tokens.after(number)
         samples, batches, parts = (
             whole.step_after(at),
             whole.batches_after(at),

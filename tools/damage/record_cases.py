@@ -64,7 +64,7 @@ def study_case(work: Path) -> Case:
         with LineWriter(run.metrics) as lines:
             for step in range(1, cell.config.total_steps + 1):
                 lines.write({"step": step, "attempt": attempt, "loss": 4.0 / step, "step_s": 0.5})
-        tokens = cell.config.total_steps * cell.config.tokens_per_step
+        tokens = cell.config.total_tokens
         run.write_status("finished", reason="all steps are done", step=cell.config.total_steps, tokens=tokens)
 
     def look() -> Any:

@@ -30,7 +30,9 @@ def planned_shapes(config: RunConfig) -> list[tuple[int, int, int]]:
     found: list[tuple[int, int, int]] = []
     total, per_step, first = config.total_steps, config.tokens_per_step, 1
     # Stages end with whole steps.
-    stages = [(stage.sequence_length, -(-stage.until_tokens // per_step)) for stage in config.data.curriculum]
+    stages = [
+        (stage.sequence_length, config.step_tokens.steps_to(stage.until_tokens)) for stage in config.data.curriculum
+    ]
     for length, last in [*stages, (config.data.sequence_length, total)]:
         if min(last, total) >= first:
             found.append((first, length, per_step // length))
@@ -47,11 +49,11 @@ def draw(config: RunConfig, path: Path) -> None:
     figure = new_figure(7.5, 6.5)
     rate, batch, length = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     steps, rates = planned_rates(config)
-    per_step = config.tokens_per_step
-    rate.plot(steps * per_step, rates, color="#1f77b4")
+    tokens_after = config.step_tokens.after
+    rate.plot([tokens_after(int(step)) for step in steps], rates, color="#1f77b4")
     rate.set_title(f"optimizer.schedule = {config.optimizer.schedule}, {config.total_steps:,} steps", fontsize=10)
     shapes = planned_shapes(config)
-    edges = [*((first - 1) * per_step for first, *_ in shapes), config.total_steps * per_step]
+    edges = [*(tokens_after(first - 1) for first, *_ in shapes), config.total_tokens]
     batch.stairs([sequences for _, _, sequences in shapes], edges, color="#d62728", baseline=None, linewidth=1.6)
     length.stairs([tokens for _, tokens, _ in shapes], edges, color="#2ca02c", baseline=None, linewidth=1.6)
     for axes, label in ((rate, "learning rate"), (batch, "sequences per step"), (length, "tokens per sequence")):
@@ -60,9 +62,9 @@ def draw(config: RunConfig, path: Path) -> None:
         axes.grid(alpha=0.3)
         if config.train.branch_from is not None:
             label = f"branch of {config.train.branch_from}"
-            axes.axvline(config.parent_steps * per_step, color="black", linestyle="--", linewidth=1, label=label)
+            axes.axvline(tokens_after(config.parent_steps), color="black", linestyle="--", linewidth=1, label=label)
     if config.train.branch_from is not None:
         rate.legend(fontsize=8)
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    length.set_xlabel(f"tokens, {per_step:,} per step")
+    length.set_xlabel(f"tokens, {config.tokens_per_step:,} per step")
     figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lightscale.config.schema import CurriculumStage
+from lightscale.config.step_tokens import StepTokens
 from lightscale.errors import UserError
 
 
@@ -66,8 +67,6 @@ class LengthStage:
     stop: int | None
     """The position after its last token; none: it is the last curriculum stage."""
     sequence_length: int
-    global_batch_size: int
-    """Sequences of a step, over all ranks."""
     micro_batch_size: int
     """Sequences that a data rank holds at once."""
     num_parts: int
@@ -82,16 +81,16 @@ class Curriculum:
         entries: Sequence[CurriculumStage],
         *,
         sequence_length: int,
-        global_batch_size: int,
+        step_tokens: StepTokens,
         micro_batch_size: int,
     ) -> None:
         """``entries``: as ``DataConfig`` checked them; the curriculum stage of ``sequence_length`` tokens follows.
 
-        The sizes are those of the last curriculum stage; an earlier one has as many more sequences as they are shorter.
+        ``micro_batch_size`` is that of the last curriculum stage; an earlier one has as many more sequences as they are
+        shorter.
         """
-        self.tokens_per_step = global_batch_size * sequence_length
         # Rounded up to whole steps: a step has one shape, so it must not reach from one curriculum stage into the next.
-        ends = [-(-entry.until_tokens // self.tokens_per_step) * self.tokens_per_step for entry in entries]
+        ends = [step_tokens.after(step_tokens.steps_to(entry.until_tokens)) for entry in entries]
         lengths = [entry.sequence_length for entry in entries]
         self.stages: list[LengthStage] = []
         for length, start, stop in zip([*lengths, sequence_length], [0, *ends], [*ends, None], strict=True):
@@ -105,7 +104,6 @@ class Curriculum:
                 start=start,
                 stop=stop,
                 sequence_length=length,
-                global_batch_size=global_batch_size * num_parts,
                 micro_batch_size=micro_batch_size * num_parts,
                 num_parts=num_parts,
             )

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lightscale.config.schema import CurriculumStage, RunConfig
+from lightscale.config.step_tokens import StepTokens
 from lightscale.data_pipeline.loading.buffers import Buffers
 from lightscale.data_pipeline.loading.curriculum import Curriculum, LengthStage, SkippedRanges
 from lightscale.data_pipeline.loading.images import Images, ImageWindows
@@ -134,10 +135,11 @@ class TokenLoader:
         self.targets, self.label_array, self.tells_places = targets, label_array, tells_places
         self.packing = packing
         self.layout = layout or LoaderLayout()
+        self.step_tokens = StepTokens(full=global_batch_size * sequence_length)
         self.curriculum = Curriculum(
             curriculum,
             sequence_length=sequence_length,
-            global_batch_size=global_batch_size,
+            step_tokens=self.step_tokens,
             micro_batch_size=micro_batch_size,
         )
         self.tokens = 0
@@ -186,15 +188,10 @@ class TokenLoader:
             tells_places=config.adapter.lora_dropout > 0,
         )
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step, over all ranks; the same in all curriculum stages."""
-        return self.curriculum.tokens_per_step
-
     def next_step(self) -> list[Batch]:
         """This rank's micro-batches of the next step; moves ``tokens`` on."""
         batches = self.batches_after(self.tokens)
-        self.tokens += self.tokens_per_step
+        self.tokens = self.step_tokens.after(1, self.tokens)
         return batches
 
     def batches_after(self, tokens: int) -> list[Batch]:
@@ -248,8 +245,8 @@ class TokenLoader:
         ``UserError`` unless both are whole steps.
         """
         for tokens in (at_tokens, skip_tokens):
-            if tokens % self.tokens_per_step:
-                raise UserError(f"{tokens} tokens: only whole steps of {self.tokens_per_step} tokens can be skipped")
+            if tokens % self.step_tokens.full:
+                raise UserError(f"{tokens} tokens: only whole steps of {self.step_tokens.full} tokens can be skipped")
         self.skips = self.skips.adding(at_tokens, skip_tokens)
 
     def fingerprint(self) -> dict[str, str]:
@@ -286,7 +283,7 @@ class TokenLoader:
         tokens, skips = int(state["tokens"]), SkippedRanges.of(state.get("skips", []))
         # With a curriculum a step must begin where it began before: it must not reach from one stage into the next.
         # Without one, whole sequences do: the batch size may change at a resume.
-        unit = self.tokens_per_step if len(self._stages) > 1 else self.sequence_length
+        unit = self.step_tokens.full if len(self._stages) > 1 else self.sequence_length
         if tokens < 0 or skips.position(tokens) % unit:
             what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens per step"
             raise UserError(f"the state's {tokens} tokens are not a multiple of {what}")
@@ -308,9 +305,10 @@ class TokenLoader:
         ]
         for here in self._stages[:-1]:
             stage = here.stage
+            per_step = self.step_tokens.full // stage.sequence_length
             lines.append(
                 f"sequences of {stage.sequence_length:,} tokens until {stage.stop:,} tokens: "
-                f"{stage.global_batch_size:,} per step, {stage.micro_batch_size:,} per micro-batch"
+                f"{per_step:,} per step, {stage.micro_batch_size:,} per micro-batch"
             )
         return lines
 
@@ -319,7 +317,7 @@ class TokenLoader:
         here = self._stages[self.curriculum.number_at(position)]
         # Whole sequences are consumed and skipped, so the position begins one, and its index is a division.
         first = here.first_sample + (position - here.stage.start) // here.stage.sequence_length
-        return here, range(first, first + here.stage.global_batch_size)
+        return here, range(first, first + self.step_tokens.of_next(tokens) // here.stage.sequence_length)
 
     def _rows(self, here: _StageOrder, start: int) -> _MicroBatch:
         """This rank's micro-batch from sample ``start`` on.

@@ -53,10 +53,10 @@ class Prefetcher:
         _, batches = self._ahead.popleft()
         found = batches.result()
         # Only now: a checkpoint taken in between holds the steps that were trained on, not those that were read.
-        loader.tokens += loader.tokens_per_step
+        loader.tokens = loader.step_tokens.after(1, loader.tokens)
         # After the wait, not before: at most ``depth`` steps are then in memory beside the one that is handed out.
         while len(self._ahead) < self._depth:
-            self._read(loader.tokens + len(self._ahead) * loader.tokens_per_step)
+            self._read(loader.step_tokens.after(len(self._ahead), loader.tokens))
         return found
 
     def close(self) -> None:

@@ -102,11 +102,11 @@ def step_content(loader: TokenLoader, step: int) -> StepContent:
     """The data that step number ``step``, from 1, of a run consumes."""
     if step < 1:
         raise UserError(f"step {step}: steps are counted from 1")
-    first_token = (step - 1) * loader.tokens_per_step
+    first_token = loader.step_tokens.after(step - 1)
     return StepContent(
         step=step,
         first_token=first_token,
-        num_tokens=loader.tokens_per_step,
+        num_tokens=loader.step_tokens.of_next(first_token),
         sequence_length=loader.stage_after(first_token).sequence_length,
         samples=tuple(_contents(loader, loader.step_after(first_token))),
     )

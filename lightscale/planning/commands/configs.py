@@ -54,7 +54,7 @@ def _record(name: str) -> dict[str, Any]:
         "name": name,
         "architecture": _architecture(config.model.layers),
         "parameters": sum(terms.values()),
-        "tokens": config.total_steps * config.tokens_per_step,
+        "tokens": config.total_tokens,
         "sequence_length": config.data.sequence_length,
     }
 

@@ -276,7 +276,7 @@ def _predicted_s(config: RunConfig, gpus: int) -> float:
         raise UserError(
             f"--gpus {gpus}: no layout is predicted to fit in memory; use more GPUs, or set the length with --hours"
         )
-    return config.own_steps * config.tokens_per_step / found[0].tokens_per_s
+    return config.own_tokens / found[0].tokens_per_s
 
 
 def _configured_s(config: RunConfig, stall_s: float, step_s: float) -> float:
@@ -336,7 +336,7 @@ _ASSUMPTIONS = (
 
 def _circumstances(path: str, config: RunConfig, planned: FailurePlan) -> Iterable[str]:
     regime = planned.regime
-    tokens = config.own_steps * config.tokens_per_step
+    tokens = config.own_tokens
     source = "at the speed predicted for H100" if planned.is_predicted else "as given"
     yield f"{path} on {planned.gpus:,} GPUs: {tokens:,} tokens are {duration(planned.work_s)} of work, {source}"
     failures = planned.work_s * regime.failures_per_s

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from lightscale.config.step_tokens import StepTokens
 from lightscale.output.progress import start_progress
 from lightscale.runs.goodput import Goodput
 from lightscale.runs.metrics.pace import Pace, short, time_text
@@ -36,7 +37,7 @@ class MetricsLogger:
 
     with MetricsLogger(…) as metrics:
         for step in …:
-            metrics.begin_step()
+            metrics.begin_step(tokens)
             …
             if metrics.due(step):
                 metrics.log_step(step, …)
@@ -50,7 +51,7 @@ class MetricsLogger:
         attempt: int,
         first_step: int,
         total_steps: int,
-        tokens_per_step: int,
+        step_tokens: StepTokens,
         log_every: int = 1,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
@@ -64,21 +65,21 @@ class MetricsLogger:
         self._sinks = sinks
         self._attempt = attempt
         self._total_steps = total_steps
-        self._tokens_per_step = tokens_per_step
+        self._step_tokens = step_tokens
         self._log_every = log_every
         self._logged_step: int | None = None
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
-        self._began = time.perf_counter()
+        self._began, self._tokens_before = time.perf_counter(), 0
         self._skipped_saves = 0
         if not enabled:
             return
-        self._pace = Pace(total_steps)
+        self._pace = Pace()
         self._progress = start_progress("step", total_steps, done=first_step - 1)
 
-    def begin_step(self) -> None:
-        """Start the clock of a step; saves and validations before it are not part of its time."""
-        self._began = time.perf_counter()
+    def begin_step(self, tokens: int) -> None:
+        """Start the clock of the step that follows ``tokens``; earlier saves are not part of its time."""
+        self._began, self._tokens_before = time.perf_counter(), tokens
 
     def due(self, step: int) -> bool:
         """Whether to log `step`: every `log_every`-th and the last. The same on all ranks."""
@@ -89,8 +90,8 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._attempt = attempt
-        # The pace counts steps forward only; after a return the difference of steps would be negative.
-        self._pace = Pace(self._total_steps)
+        # The pace counts tokens forward only; after a return the difference of tokens would be negative.
+        self._pace = Pace()
         for sink in self._sinks:
             sink.go_back(step)
 
@@ -114,7 +115,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         step_s = time.perf_counter() - self._began
-        tokens_per_s = self._tokens_per_step / step_s
+        tokens_per_s = (tokens - self._tokens_before) / step_s
         scalars: dict[str, Scalar] = {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -132,7 +133,8 @@ class MetricsLogger:
             fields["sink_failures"] = failures
         self._logged_step = step
         self._write(step, fields, {"train": {**scalars, "tokens": tokens}, **shown})
-        left = self._pace.time_left_s(step, time.monotonic())
+        left_tokens = self._step_tokens.after(self._total_steps - step, tokens) - tokens
+        left = self._pace.time_left_s(tokens, left_tokens, time.monotonic())
         self._progress.show(
             step,
             f"{short(tokens)} tokens  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "

@@ -10,17 +10,16 @@ _WINDOW_LINES = 100
 class Pace:
     """Estimates the remaining time from the wall clock of the last lines, saves and validations included."""
 
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
+    def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_WINDOW_LINES)
 
-    def time_left_s(self, step: int, now_s: float) -> float | None:
-        """Seconds from `now_s`, the end of `step`, to the run's end; None before the second line."""
-        self._seen.append((step, now_s))
-        first_step, first_s = self._seen[0]
-        if step <= first_step:
+    def time_left_s(self, tokens: int, left_tokens: int, now_s: float) -> float | None:
+        """Seconds from `now_s`, the end of `tokens`, until `left_tokens` more are done; None before the second line."""
+        self._seen.append((tokens, now_s))
+        first_tokens, first_s = self._seen[0]
+        if tokens <= first_tokens:
             return None
-        return (self._total_steps - step) * (now_s - first_s) / (step - first_step)
+        return left_tokens * (now_s - first_s) / (tokens - first_tokens)
 
 
 def time_text(seconds: float | None) -> str:

@@ -68,7 +68,7 @@ def _hours(config: RunConfig, nodes: int) -> float | None:
     found = best_layouts(config, nodes=nodes, sequence_length=config.data.sequence_length, hardware=H100, fixed=Fixed())
     if not found or not found[0].fits:
         return None
-    return config.total_steps * config.tokens_per_step / found[0].tokens_per_s / 3600
+    return config.total_tokens / found[0].tokens_per_s / 3600
 
 
 def _record(study: Study, cell: Cell, hours: float | None) -> dict[str, Any]:
@@ -79,7 +79,6 @@ def _record(study: Study, cell: Cell, hours: float | None) -> dict[str, Any]:
         "values": dict(cell.values),
         "waits_for_sweep": cell.is_pending,
         **dataclasses.asdict(counts),
-        "tokens": counts.tokens,
         "flops": counts.flops,
         "pflop_days": counts.compute,
         "paper_pflop_days": counts.paper_compute,

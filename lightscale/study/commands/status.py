@@ -89,7 +89,7 @@ class _View:
         state = states.get(summary.state, "failed" if failure and not summary.step else "stopped")
         left_s = None
         if state == "running" and summary.tokens_per_s:
-            left_s = (steps - summary.step) * cell.config.tokens_per_step / summary.tokens_per_s
+            left_s = (cell.config.total_tokens - cell.config.step_tokens.after(summary.step)) / summary.tokens_per_s
         return CellStatus(
             name=cell.name,
             state=state,

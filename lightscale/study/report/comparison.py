@@ -28,7 +28,7 @@ def make_comparison(paths: Sequence[Path], *, smoothing: float, now: datetime.da
     curves = {
         name: curve
         for name, run in runs.items()
-        if (curve := run_curve(run, counts[name], smoothing=smoothing)) is not None
+        if (curve := run_curve(run, counts[name], configs[name].step_tokens, smoothing=smoothing)) is not None
     }
     if not curves:
         raise UserError(f"{', '.join(map(str, paths))}: no run has a recorded step yet, so there is nothing to compare")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
+from lightscale.config.step_tokens import StepTokens
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.conversion import Conversion
@@ -97,7 +98,7 @@ class Checkpoints:
         directory: the run's ``checkpoints`` directory; must be seen by every rank.
         mesh: every method is collective over its ranks.
         parts: of the state, which a checkpoint must have.
-        tokens_per_step: of the whole run; None where it changed, or is not known.
+        step_tokens: of the whole run; None where they changed, or are not known.
         has_own_embedding_std: of a tied embedding; checkpoints of runs that drew it as two models are then refused.
     """
 
@@ -107,11 +108,11 @@ class Checkpoints:
         mesh: Mesh,
         *,
         parts: Collection[str] = (),
-        tokens_per_step: int | None = None,
+        step_tokens: StepTokens | None = None,
         has_own_embedding_std: bool = False,
     ) -> None:
         self.directory, self.mesh = directory, mesh
-        self._parts, self._tokens_per_step = parts, tokens_per_step
+        self._parts, self._step_tokens = parts, step_tokens
         self._has_own_embedding_std = has_own_embedding_std
         self._ranks = Agreement(mesh.control)
 
@@ -236,11 +237,8 @@ class Checkpoints:
     def _check_tokens(self, path: Path, manifest: Manifest) -> None:
         """The state has the manifest's number of tokens (``read_state``), and this is that of the step."""
         step, tokens = manifest.facts["step"], manifest.facts.get("tokens")
-        if self._tokens_per_step is not None and tokens != step * self._tokens_per_step:
-            raise DamagedCheckpoint(
-                f"{path / NAME}: expected {step * self._tokens_per_step} tokens after {step} steps of "
-                f"{self._tokens_per_step}, found {tokens}"
-            )
+        if self._step_tokens is not None and tokens != (expected := self._step_tokens.after(step)):
+            raise DamagedCheckpoint(f"{path / NAME}: expected {expected} tokens after step {step}, found {tokens}")
 
     def _check_numbering(self, path: Path, manifest: Manifest, engine: Engine, allow: Collection[str]) -> None:
         """Refuse weights that may be under another parameter's name: shapes cannot tell, as the parameters' are equal.

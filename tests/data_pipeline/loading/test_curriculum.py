@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightscale.config.schema import CurriculumStage, DataConfig
+from lightscale.config.step_tokens import StepTokens
 from lightscale.data_pipeline.loading.curriculum import Curriculum, SkippedRanges
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import TokenStore
@@ -33,14 +34,14 @@ def store(write_store: WriteStore) -> TokenStore:
 
 
 def test_stages_last_whole_steps_and_keep_the_tokens_of_a_step() -> None:
-    stages = Curriculum(STAGES, sequence_length=64, global_batch_size=4, micro_batch_size=2).stages
+    stages = Curriculum(STAGES, sequence_length=64, step_tokens=StepTokens(full=256), micro_batch_size=2).stages
     assert [(stage.start, stage.stop, stage.sequence_length) for stage in stages] == [
         (0, 1024, 8),
         (1024, 2560, 16),
         (2560, None, 64),
     ]
-    assert [(stage.global_batch_size, stage.micro_batch_size) for stage in stages] == [(32, 16), (16, 8), (4, 2)]
-    large = Curriculum(STAGES, sequence_length=64, global_batch_size=4000, micro_batch_size=2).stages
+    assert [stage.micro_batch_size for stage in stages] == [16, 8, 2]
+    large = Curriculum(STAGES, sequence_length=64, step_tokens=StepTokens(full=256_000), micro_batch_size=2).stages
     assert [stage.sequence_length for stage in large] == [8, 64], "no step is left for the second stage"
 
 

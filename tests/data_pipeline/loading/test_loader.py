@@ -81,15 +81,15 @@ def make_loader(store: TokenStore, **changes: Any) -> TokenLoader:
 
 
 def step_batches(loader: TokenLoader, step_index: int) -> list[Batch]:
-    return loader.batches_after(step_index * loader.tokens_per_step)
+    return loader.batches_after(loader.step_tokens.after(step_index))
 
 
 def locate(loader: TokenLoader, first: int, last: int) -> list[Location]:
     """Where the samples ``first`` … ``last`` - 1 of a run of one stage come from."""
-    batch_size = loader.tokens_per_step // loader.sequence_length
+    batch_size = loader.step_tokens.full // loader.sequence_length
     found = []
     for step in range(first // batch_size, -(-last // batch_size)):
-        content = loader.step_after(step * loader.tokens_per_step)
+        content = loader.step_after(loader.step_tokens.after(step))
         assert content.samples == range(step * batch_size, (step + 1) * batch_size)
         found += content.locations
     return found[first % batch_size :][: last - first]

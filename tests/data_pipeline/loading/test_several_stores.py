@@ -61,8 +61,8 @@ def test_each_store_has_its_share_and_each_window_comes_once_an_epoch(stores: di
 
     drawn: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for step in range(20):
-        samples = loader.step_after(step * loader.tokens_per_step)
-        [batch] = [loader.batches_after(step * loader.tokens_per_step)[0]]
+        samples = loader.step_after(loader.step_tokens.after(step))
+        [batch] = [loader.batches_after(loader.step_tokens.after(step))[0]]
         row = batch.tokens[0].tolist()
         first = samples.locations[0]
         source, own_name = first.source.split("/")

@@ -21,6 +21,7 @@ import pytest
 from lightscale import cli
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
+from lightscale.config.step_tokens import StepTokens
 from lightscale.launch.commands.monitor import forwarding, log_directory
 from lightscale.runs.metrics.logger import MetricsLogger
 from lightscale.runs.metrics.registry import open_sinks
@@ -62,11 +63,17 @@ def loss(step: int) -> float:
 
 def log(run: RunDirectory, first: int, last: int) -> None:
     """What training writes at these steps."""
-    options: Any = {"enabled": True, "attempt": 1, "first_step": first, "total_steps": 100, "tokens_per_step": 8}
+    options: Any = {
+        "enabled": True,
+        "attempt": 1,
+        "first_step": first,
+        "total_steps": 100,
+        "step_tokens": StepTokens(full=8),
+    }
     facts = RunFacts(directory=run.path, config=load(run.config), first_step=first)
     with MetricsLogger(open_sinks(["tensorboard", "jsonl"], facts), **options) as metrics:
         for step in range(first, last + 1):
-            metrics.begin_step()
+            metrics.begin_step(8 * (step - 1))
             metrics.log_step(step, tokens=8 * step, loss=loss(step), grad_norm=1.0, lr=1e-3)
 
 

@@ -35,7 +35,7 @@ def test_the_defaults_are_a_large_run_at_the_rate_of_llama_3(capsys: pytest.Capt
     assert 39 < found["best"]["interval_s"] / 60 < 41, "about 40 min, as known"
     config = load(Path(LARGE))
     (fastest, *_) = best_layouts(config, nodes=8, sequence_length=8192, hardware=H100, fixed=Fixed())
-    tokens = config.total_steps * config.tokens_per_step
+    tokens = config.total_tokens
     assert found["work_is_predicted"] is True
     assert found["work_s"] == pytest.approx(tokens / fastest.tokens_per_s)
     assert found["expected_wall_s"] == pytest.approx(found["work_s"] / found["best"]["expected"]["progress"])

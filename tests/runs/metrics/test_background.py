@@ -10,6 +10,7 @@ import pytest
 
 from lightscale.config.files import load
 from lightscale.config.schema import RunConfig
+from lightscale.config.step_tokens import StepTokens
 from lightscale.runs.metrics import background, registry
 from lightscale.runs.metrics.background import BackgroundSink
 from lightscale.runs.metrics.logger import MetricsLogger
@@ -174,10 +175,16 @@ def test_the_record_of_a_run_has_all_and_counts_the_failures(
     tmp_path: Path, tiny_config: Config, faulty_sinks: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["tensorboard", "jsonl"]
-    options: dict[str, Any] = {"enabled": True, "attempt": 1, "first_step": 1, "total_steps": 20, "tokens_per_step": 8}
+    options: dict[str, Any] = {
+        "enabled": True,
+        "attempt": 1,
+        "first_step": 1,
+        "total_steps": 20,
+        "step_tokens": StepTokens(full=8),
+    }
     with MetricsLogger(open_sinks(names, RunFacts(directory=tmp_path, config=tiny_config())), **options) as metrics:
         for step in range(1, 21):
-            metrics.begin_step()
+            metrics.begin_step(8 * (step - 1))
             metrics.log_step(step, tokens=8 * step, loss=1.0, grad_norm=1.0, lr=1.0)
             time.sleep(0.02)
     lines = read_metrics(tmp_path / "metrics.jsonl")

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from lightscale.config.step_tokens import StepTokens
 from lightscale.runs.goodput import measure_goodput
 from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
 from lightscale.runs.metrics.peak_flops import device_peak_flops
@@ -35,7 +36,7 @@ def logger(folder: Path, *, names: tuple[str, ...] = ("tensorboard", "jsonl"), *
         "attempt": 1,
         "first_step": 1,
         "total_steps": 100,
-        "tokens_per_step": 1000,
+        "step_tokens": StepTokens(full=1000),
     }
     arguments |= changes
     facts = RunFacts(directory=folder, config=CONFIG, first_step=arguments["first_step"])
@@ -44,7 +45,7 @@ def logger(folder: Path, *, names: tuple[str, ...] = ("tensorboard", "jsonl"), *
 
 def log(metrics: MetricsLogger, steps: range, loss: float) -> None:
     for step in steps:
-        metrics.begin_step()
+        metrics.begin_step(1000 * (step - 1))
         metrics.log_step(step, tokens=1000 * step, loss=loss + step, grad_norm=0.5, lr=1e-3)
 
 
@@ -57,7 +58,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def test_a_step_is_one_line_with_all_fields(tmp_path: Path) -> None:
     with logger(tmp_path) as metrics:
-        metrics.begin_step()
+        metrics.begin_step(2000)
         time.sleep(0.05)
         metrics.log_step(3, tokens=3000, loss=2.5, grad_norm=0.5, lr=1e-3, stall_s=0.25)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -80,9 +81,9 @@ def test_a_step_is_one_line_with_all_fields(tmp_path: Path) -> None:
 
 def test_time_between_steps_is_not_part_of_a_step(tmp_path: Path) -> None:
     with logger(tmp_path) as metrics:
-        metrics.begin_step()
+        metrics.begin_step(0)
         time.sleep(0.3)  # a save
-        metrics.begin_step()
+        metrics.begin_step(0)
         metrics.log_step(1, tokens=1000, loss=1.0, grad_norm=1.0, lr=1.0)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert line["step_s"] < 0.3
@@ -224,7 +225,7 @@ def test_without_tensorboard_there_is_no_directory(tmp_path: Path) -> None:
 def test_groups_are_tables_in_the_record_and_curves_side_by_side(tmp_path: Path) -> None:
     groups = {"loss_by_source": {"books": 2.5, "code": math.nan}, "update_ratio": {}}
     with logger(tmp_path) as metrics:
-        metrics.begin_step()
+        metrics.begin_step(0)
         metrics.log_step(1, tokens=8, loss=2.0, grad_norm=1.0, lr=1.0, groups=groups)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert line["loss_by_source"] == {"books": 2.5, "code": None}
@@ -242,7 +243,7 @@ def test_every_nth_step_and_the_last_are_due(tmp_path: Path) -> None:
 def test_a_pipe_gets_one_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with logger(tmp_path, total_steps=5) as metrics:
         for step in range(1, 4):
-            metrics.begin_step()
+            metrics.begin_step(12345 * (step - 1))
             time.sleep(0.02)
             metrics.log_step(step, tokens=12345 * step, loss=2.5, grad_norm=0.125, lr=1e-3)
         metrics.log_validation(3, tokens=3, losses={"books": ValidationLoss(loss=3.25)})
@@ -261,8 +262,8 @@ def test_time_left_follows_the_wall_clock_with_its_pauses(
     with logger(tmp_path, total_steps=1000, names=("jsonl",)) as metrics:
         for step in range(1, 501):
             now_s += 2.0 + (10.0 if step % 10 == 0 else 0.0)  # a save takes 10 s
-            metrics.begin_step()
-            metrics.log_step(step, tokens=1, loss=1.0, grad_norm=1.0, lr=1.0)
+            metrics.begin_step(1000 * (step - 1))
+            metrics.log_step(step, tokens=1000 * step, loss=1.0, grad_norm=1.0, lr=1.0)
     # 3 s a step with its share of a save; the window holds one save more or less.
     for step, line in list(enumerate(capsys.readouterr().err.splitlines(), start=1))[-30:]:
         hours, minutes, seconds = map(int, line.rpartition("left ")[2].split(":"))
@@ -271,12 +272,14 @@ def test_time_left_follows_the_wall_clock_with_its_pauses(
 
 LIVE = """
 import os, sys
+from lightscale.config.step_tokens import StepTokens
 from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
 
 def play():
-    with MetricsLogger(enabled=True, attempt=1, first_step=1, total_steps=3, tokens_per_step=10) as metrics:
+    tokens = StepTokens(full=10)
+    with MetricsLogger(enabled=True, attempt=1, first_step=1, total_steps=3, step_tokens=tokens) as metrics:
         for step in range(1, 4):
-            metrics.begin_step()
+            metrics.begin_step(10 * (step - 1))
             metrics.log_step(step, tokens=10 * step, loss=1.0 + step, grad_norm=1.0, lr=1e-3)
             if step == 2:
                 metrics.log_validation(step, tokens=20, losses={"books": ValidationLoss(loss=9.0)})

@@ -132,7 +132,7 @@ def measure_checks(
                 if turn == "first":
                     _forget(store.path)
                 begun = clock()
-                for tokens in range(0, tokens_per_turn, loader.tokens_per_step):
+                for tokens in range(0, tokens_per_turn, loader.step_tokens.full):
                     loader.batches_after(tokens)
                 if repeat:
                     samples_s[turn][name].append(clock() - begun)
@@ -231,10 +231,10 @@ def _ways(
     """The ways that are installed, and a line for each that is not."""
     micro_batch = max(1, _MICRO_BATCH_TOKENS // length)
     loader = TokenLoader(store, sequence_length=length, global_batch_size=micro_batch, micro_batch_size=micro_batch)
-    num_steps = max(1, tokens_per_turn // loader.tokens_per_step)
+    num_steps = max(1, tokens_per_turn // loader.step_tokens.full)
 
     def steps(turn: int) -> Iterator[int]:
-        return (number * loader.tokens_per_step for number in range(turn * num_steps, (turn + 1) * num_steps))
+        return (loader.step_tokens.after(number) for number in range(turn * num_steps, (turn + 1) * num_steps))
 
     def starts(turn: int) -> list[int]:
         return [found.window * length for tokens in steps(turn) for found in loader.step_after(tokens).locations]
