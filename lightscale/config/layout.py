@@ -57,31 +57,11 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
     _check_length("data.sequence_length", length, parallel)
     for number, stage in enumerate(config.data.curriculum):
         _check_length(f"data.curriculum[{number}].sequence_length", stage.sequence_length, parallel)
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if batch % (micro * data):
-        raise LayoutError(
-            f"train.global_batch_size = {batch} is not divisible by train.micro_batch_size = {micro} times "
-            f"the {data} data ranks (parallel.data)",
-            f"use {near_multiple(batch, micro * data)} sequences",
-        )
-    num_microbatches = batch // (micro * data)
-    # Megatron's interleaved schedule sends a group of as many micro-batches as there are pipeline ranks at a time.
-    if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
-        unit = micro * data * parallel.pipeline
-        raise LayoutError(
-            f"parallel.virtual_stages = {parallel.virtual_stages} needs micro-batches in groups of parallel.pipeline = "
-            f"{parallel.pipeline}, but train.global_batch_size = {batch} gives every data rank {num_microbatches}",
-            f"use {near_multiple(batch, unit)} sequences",
-        )
-    # The gradient of a part of the step is compared with that of the step.
-    if (every := config.metrics.gradient_noise_every) and num_microbatches < 2 * (
-        group := _least_microbatches(parallel)
-    ):
-        raise LayoutError(
-            f"metrics.gradient_noise_every = {every} compares {group} micro-batch of each data rank with all of them, "
-            f"but train.global_batch_size = {batch} and train.micro_batch_size = {micro} give each {num_microbatches}",
-            f"use train.global_batch_size = {2 * group * micro * data}, or metrics.gradient_noise_every = 0",
-        )
+    for part in config.train.ramp:
+        key = f"train.rampup_batch_size[{part.stage}].{'increment: ' * part.is_grown}global_batch_size"
+        _check_batch(config, data, key, part.sequences)
+    micro = config.train.micro_batch_size
+    num_microbatches = _check_batch(config, data, "train.global_batch_size", config.train.global_batch_size)
     return Layout(
         tensor=tensor,
         pipeline=parallel.pipeline,
@@ -91,6 +71,36 @@ def check_layout(config: RunConfig, world_size: int) -> Layout:
         num_microbatches=num_microbatches,
         rank_sequence_tokens=length // parallel.sequence,
     )
+
+
+def _check_batch(config: RunConfig, data: int, key: str, batch: int) -> int:
+    """Micro-batches of each of `data` data ranks in a step of `batch` sequences, the value of `key`."""
+    parallel, micro = config.parallel, config.train.micro_batch_size
+    if batch % (micro * data):
+        raise LayoutError(
+            f"{key} = {batch} is not divisible by train.micro_batch_size = {micro} times "
+            f"the {data} data ranks (parallel.data)",
+            f"use {near_multiple(batch, micro * data)} sequences",
+        )
+    num_microbatches = batch // (micro * data)
+    # Megatron's interleaved schedule sends a group of as many micro-batches as there are pipeline ranks at a time.
+    if parallel.virtual_stages > 1 and num_microbatches % parallel.pipeline:
+        unit = micro * data * parallel.pipeline
+        raise LayoutError(
+            f"parallel.virtual_stages = {parallel.virtual_stages} needs micro-batches in groups of parallel.pipeline = "
+            f"{parallel.pipeline}, but {key} = {batch} gives every data rank {num_microbatches}",
+            f"use {near_multiple(batch, unit)} sequences",
+        )
+    # The gradient of a part of the step is compared with that of the step.
+    if (every := config.metrics.gradient_noise_every) and num_microbatches < 2 * (
+        group := _least_microbatches(parallel)
+    ):
+        raise LayoutError(
+            f"metrics.gradient_noise_every = {every} compares {group} micro-batch of each data rank with all of them, "
+            f"but {key} = {batch} and train.micro_batch_size = {micro} give each {num_microbatches}",
+            f"use {key} = {2 * group * micro * data}, or metrics.gradient_noise_every = 0",
+        )
+    return num_microbatches
 
 
 def _least_microbatches(parallel: ParallelConfig) -> int:

@@ -6,9 +6,10 @@ may import this one, so it imports neither torch nor any part of lightscale outs
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, SerializeAsAny, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -300,6 +301,29 @@ class OptimizerConfig(Section):
         return self
 
 
+class RampStage(Section):
+    """An entry of train.rampup_batch_size: a stage of smaller batches at the start of a run."""
+
+    global_batch_size: Count
+    """Sequences per step, over all ranks, fewer than in the next stage."""
+    until_tokens: TokenCount
+    """End of the stage, in tokens from the start of the run, such as 10e9; rounded up to whole steps."""
+    increment: Count | None = None
+    """Sequences by which the batch grows in equal parts of the stage, up to the next stage's; none: it stays."""
+
+
+class RampPart(NamedTuple):
+    """Steps of one batch in a ramp-up."""
+
+    stage: int
+    """Index in train.rampup_batch_size."""
+    until_tokens: int
+    sequences: int
+    """Sequences per step, over all ranks."""
+    is_grown: bool
+    """Whether the batch is one that `increment` gives."""
+
+
 class TrainConfig(Section):
     """[train]: length of the run, batch, numbers and device."""
 
@@ -308,7 +332,10 @@ class TrainConfig(Section):
     tokens: TokenCount | None = None
     """Length of the run, in tokens, such as 300e9; rounded up to whole steps."""
     global_batch_size: Count
-    """Sequences per step, over all ranks."""
+    """Sequences per step, over all ranks; with a ramp-up, behind it."""
+    rampup_batch_size: list[RampStage] = Field(default=[], max_length=MOST_ENTRIES)
+    """Stages of smaller batches, {global_batch_size, until_tokens} each, with increment also in Megatron's equal parts;
+    the order of the samples stays the same."""
     micro_batch_size: Count = 1
     """Sequences per data rank and forward pass; gradients accumulate over the rest of the rank's share."""
     seed: Seed = 0
@@ -355,7 +382,50 @@ class TrainConfig(Section):
         if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
             first, last = self.profile_steps
             raise ValueError(f"train.profile_steps = [{first}, {last}] runs backwards; use [{last}, {first}]")
+        self._check_ramp()
         return self
+
+    def _check_ramp(self) -> None:
+        before = 0
+        for stage, following in self._stages():
+            where = f"train.rampup_batch_size: global_batch_size = {stage.global_batch_size}"
+            if stage.until_tokens <= before:
+                raise ValueError(
+                    f"train.rampup_batch_size: until_tokens = {stage.until_tokens} comes after {before}; list the "
+                    "stages in the order of the run"
+                )
+            if stage.global_batch_size >= following:
+                raise ValueError(
+                    f"{where} is followed by {following}; use growing batches up to train.global_batch_size = "
+                    f"{self.global_batch_size}"
+                )
+            if stage.increment is not None and (following - stage.global_batch_size) % stage.increment:
+                grown = following - stage.global_batch_size
+                raise ValueError(
+                    f"{where} does not reach {following} by increment = {stage.increment}; use "
+                    f"{near_divisor(grown, stage.increment)}"
+                )
+            before = stage.until_tokens
+
+    def _stages(self) -> Iterator[tuple[RampStage, int]]:
+        """The stages of the ramp-up, each with the batch that follows."""
+        following = [*(stage.global_batch_size for stage in self.rampup_batch_size[1:]), self.global_batch_size]
+        return zip(self.rampup_batch_size, following, strict=False)
+
+    @property
+    def ramp(self) -> list[RampPart]:
+        """The parts of the ramp-up, one for each batch, in the order of the run."""
+        found: list[RampPart] = []
+        begin = 0
+        for number, (stage, following) in enumerate(self._stages()):
+            sizes = range(stage.global_batch_size, following, stage.increment or following)
+            tokens = stage.until_tokens - begin
+            found += [
+                RampPart(number, begin + tokens * part // len(sizes), size, part > 1)
+                for part, size in enumerate(sizes, 1)
+            ]
+            begin = stage.until_tokens
+        return found
 
 
 class AdapterConfig(Section):
@@ -510,13 +580,14 @@ class RunConfig(Section):
 
     @cached_property
     def tokens_per_step(self) -> int:
-        """Tokens per step, over all ranks."""
+        """Tokens per step, over all ranks; with a ramp-up, behind it."""
         return self.train.global_batch_size * self.data.sequence_length
 
     @cached_property
     def step_tokens(self) -> StepTokens:
         """Tokens of every step."""
-        return StepTokens(full=self.tokens_per_step)
+        ramp = [(part.until_tokens, part.sequences) for part in self.train.ramp]
+        return StepTokens.of(self.data.sequence_length, self.train.global_batch_size, ramp)
 
     @cached_property
     def total_steps(self) -> int:

@@ -4,6 +4,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import NamedTuple
 
 from lightscale.config.arithmetic import near_multiple
@@ -95,6 +96,18 @@ def best_layouts(
     return sorted(found, key=order)
 
 
+def run_seconds(config: RunConfig, best: Prediction, hardware: Hardware) -> float:
+    """Predicted seconds of the run's own steps on the layout of `best`; in a ramp-up they have fewer micro-batches."""
+    model, layout = CostModel(config, best.sequence_length, hardware), best.layout
+    how = {key: getattr(best, key) for key in ("recompute", "recompute_layers", "exchange", "attention")}
+    seconds = 0.0
+    for steps, tokens in config.step_tokens.stretches(config.own_steps, config.step_tokens.after(config.parent_steps)):
+        num_microbatches = max(1, round(layout.num_microbatches * tokens / config.tokens_per_step))
+        one = model.predict(replace(layout, num_microbatches=num_microbatches), **how)
+        seconds += steps * tokens / one.tokens_per_s
+    return seconds
+
+
 def least_nodes(
     config: RunConfig, *, more_than: int, sequence_length: int, hardware: Hardware, fixed: Fixed
 ) -> int | None:
@@ -116,7 +129,7 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
         update={
             "parallel": parallel,
             "data": config.data.model_copy(update={"sequence_length": sequence_length}),
-            "train": config.train.model_copy(update={"global_batch_size": batch}),
+            "train": config.train.model_copy(update={"global_batch_size": batch, "rampup_batch_size": []}),
         }
     )
     try:
@@ -164,6 +177,10 @@ class _Search:
         self.model = CostModel(config, sequence_length, hardware)
         data = config.data.model_copy(update={"sequence_length": sequence_length})
         self.on_length = config.model_copy(update={"data": data})
+        own_length = sequence_length == config.data.sequence_length
+        # On other lengths a step has other numbers of sequences.
+        self.rampup = config.train.rampup_batch_size if own_length else []
+        self.ramp = [part.sequences for part in config.train.ramp] if own_length else []
 
     def predictions(self, *, exact: bool) -> list[Prediction]:
         """Predictions per layout and exchange; `exact`: with the configuration's tokens per step, else with others."""
@@ -206,7 +223,8 @@ class _Search:
                     if batch is None:
                         continue
                     given = self.fixed.micro_batch_size
-                    sizes = _micro_batch_sizes(batch // data) if given is None else (given,)
+                    share = gcd(batch, *self.ramp) // data
+                    sizes = _micro_batch_sizes(share) if given is None else (given,)
                     layouts = [self._checked(parallel, batch, size) for size in sizes]
                     if all(layouts):
                         yield [layout for layout in layouts if layout is not None]
@@ -234,7 +252,10 @@ class _Search:
         return batch_tokens // length if is_near and batch_tokens != tokens else None
 
     def _checked(self, parallel: ParallelConfig, batch: int, micro_batch_size: int) -> Layout | None:
-        train = self.config.train.model_copy(update={"global_batch_size": batch, "micro_batch_size": micro_batch_size})
+        if batch <= max(self.ramp, default=0):
+            return None
+        sizes = {"global_batch_size": batch, "micro_batch_size": micro_batch_size, "rampup_batch_size": self.rampup}
+        train = self.config.train.model_copy(update=sizes)
         try:
             if (teacher := teacher_model(self.config)) is not None:
                 check_mixers(teacher, parallel)

@@ -48,7 +48,7 @@ GIVE_UP = "lost-checkpoints"
 """In ``--allow-change``: begin again at step 0 although the run's checkpoints are gone."""
 
 
-_DECIDE_TOKENS = {"train.global_batch_size", "data.sequence_length"}
+_DECIDE_TOKENS = {"train.global_batch_size", "train.rampup_batch_size", "data.sequence_length"}
 
 
 def recorded_checkpoints(events: Iterable[Record], lines: Iterable[Record]) -> dict[str, int]:

@@ -178,8 +178,8 @@ class Trainer:
         self.config, self.directory, self.mesh, self.stop, self.heartbeat = config, run, mesh, stop, heartbeat
         self.is_main = mesh.rank == 0
         self.planned_memory_bytes = planned_memory_bytes
-        # Of the length curriculum; None until the first step.
-        self.stage: LengthStage | None = None
+        # Curriculum stage, and tokens of the step; None until the first step.
+        self.shape: tuple[LengthStage, int] | None = None
         if self.is_main:
             run.hold()
         self.journal = Journal(run, enabled=self.is_main)
@@ -378,9 +378,10 @@ class Trainer:
         fault_point("step:begin")
         step, total = self.step + 1, self.config.total_steps
         stage, tokens = self.loader.stage_after(self.loader.tokens), self.loader.step_tokens.of_next(self.loader.tokens)
-        if stage != self.stage:
-            self.stage = stage
-            # Other shapes compile other kernels: the watchdog must not judge this step by the ones before.
+        if (stage, tokens) != self.shape:
+            self.shape = stage, tokens
+            # Other shapes compile other kernels, and more micro-batches take longer: the watchdog must not judge this
+            # step by the ones before.
             self.heartbeat.expect_other_steps()
         self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
@@ -413,6 +414,8 @@ class Trainer:
         if skipped is not None or metrics.due(step):
             self._check_directory()
             more: dict[str, Scalar] = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
+            if self.config.train.rampup_batch_size:
+                more["global_batch_size"] = tokens // stage.sequence_length
             if sums.z_loss is not None:
                 more["z_loss"] = sums.z_loss / max(sums.tokens, 1)
             groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}

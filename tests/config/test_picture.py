@@ -13,6 +13,7 @@ from lightscale.data_pipeline.loading.curriculum import Curriculum
 
 WSD = ["optimizer.schedule=wsd", "optimizer.warmup_steps=777", "optimizer.decay_steps=1234", "train.steps=5000"]
 CURRICULUM = "data.curriculum=[{sequence_length=64,until_tokens=9000},{sequence_length=256,until_tokens=50000}]"
+RAMP = "train.rampup_batch_size=[{global_batch_size=1,until_tokens=3000},{global_batch_size=2,until_tokens=20000}]"
 
 
 def test_rates_of_a_long_run_have_the_ends_of_its_phases() -> None:
@@ -25,25 +26,18 @@ def test_rates_of_a_long_run_have_the_ends_of_its_phases() -> None:
     assert np.interp(np.arange(1, 5001), steps, rates) == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.parametrize("ramp", [[], [RAMP]], ids=["", "ramp"])
 @pytest.mark.parametrize("steps", [1, 3, 13, 50])
-def test_shapes_are_those_of_the_loader(steps: int) -> None:
-    config = load("tnl-tiny", [CURRICULUM, f"train.steps={steps}", "optimizer.schedule=constant"])
-    stages = Curriculum(
-        config.data.curriculum,
-        sequence_length=config.data.sequence_length,
-        step_tokens=config.step_tokens,
-        micro_batch_size=1,
-    ).stages
-    expected = [
-        (
-            stage.start // config.tokens_per_step + 1,
-            stage.sequence_length,
-            config.tokens_per_step // stage.sequence_length,
-        )
-        for stage in stages
-        if stage.start < steps * config.tokens_per_step
-    ]
-    assert planned_shapes(config) == expected
+def test_shapes_are_those_of_the_loader(steps: int, ramp: list[str]) -> None:
+    config = load("tnl-tiny", [CURRICULUM, *ramp, f"train.steps={steps}", "optimizer.schedule=constant"])
+    length, sizes = config.data.sequence_length, config.step_tokens
+    curriculum = Curriculum(config.data.curriculum, sequence_length=length, step_tokens=sizes, micro_batch_size=1)
+    shapes = []
+    for tokens in map(sizes.after, range(steps)):
+        stage = curriculum.stages[curriculum.number_at(tokens)]
+        shapes.append((stage.sequence_length, sizes.of_next(tokens) // stage.sequence_length))
+    starts = [step for step in range(steps) if step == 0 or shapes[step] != shapes[step - 1]]
+    assert planned_shapes(config) == [(step + 1, *shapes[step]) for step in starts]
 
 
 def test_the_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

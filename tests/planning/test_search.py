@@ -15,7 +15,7 @@ from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.planning.hardware import H100, with_settings
-from lightscale.planning.search import Fixed, best_layouts, least_nodes
+from lightscale.planning.search import Fixed, best_layouts, least_nodes, run_seconds
 from lightscale.planning.step_cost import CostModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -64,6 +64,31 @@ def test_all_layouts_that_run_are_found(nodes: int, batch: int, batches: range) 
     changes = [abs(one.global_batch_size - batch) for one in found]
     assert changes == sorted(changes)
     assert all(one.global_batch_size in batches for one in found)
+
+
+def test_layouts_divide_every_batch_of_a_ramp() -> None:
+    """The seconds of the run are those of steps of each batch, predicted as runs of their own."""
+    words = ["tnl-tiny", "model.vocab_size=512", "data.sequence_length=64", "train.tokens=100000"]
+    ramp = "train.rampup_batch_size=[{global_batch_size=4,until_tokens=5000},{global_batch_size=8,until_tokens=9000}]"
+    run = config(*words, ramp, "train.global_batch_size=16")
+    where: dict[str, Any] = {"nodes": 1, "sequence_length": 64, "hardware": H100}
+    found = best_layouts(run, **where, fixed=FREE)
+    for one in found:
+        layout = one.layout
+        axes = [f"parallel.{axis}={getattr(layout, axis)}" for axis in ("tensor", "pipeline", "sequence")]
+        size = f"train.micro_batch_size={layout.micro_batch_size}"
+        assert check_layout(config(*words, ramp, "train.global_batch_size=16", *axes, size), 8) == layout
+    assert {one.layout.data for one in found} == {1, 2, 4}
+    best = next(one for one in found if one.layout.data == 2)
+    expected = 0.0
+    for batch, steps in ((4, 20), (8, 8), (16, 89)):
+        own = config(*words, f"train.global_batch_size={batch}")
+        axes = {axis: getattr(best.layout, axis) for axis in ("tensor", "pipeline", "sequence", "data")}
+        fixed = Fixed(axes=axes, micro_batch_size=best.layout.micro_batch_size, recompute=best.recompute)
+        like = [one for one in best_layouts(own, **where, fixed=fixed) if one.exchange == best.exchange]
+        expected += steps * like[0].step_s
+    assert run.step_tokens.steps_to(100_000) == 20 + 8 + 89
+    assert run_seconds(run, best, H100) == pytest.approx(expected)
 
 
 def test_the_micro_batch_is_the_smallest_than_which_none_is_clearly_faster() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from lightscale.config.step_tokens import StepTokens
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import LineWriter, RunDirectory
 from lightscale.study.counts import count
@@ -54,6 +55,9 @@ def test_tokens_flops_and_seconds_of_steps_that_count(tmp_path: Path) -> None:
     assert curve.seconds.tolist() == [0.5, 1.0, 2.0]
     assert curve.flops == pytest.approx(curve.tokens * counts.flops_per_token)
     assert counts.compute == pytest.approx(counts.flops_per_token * 40 * 128 / PFLOP_DAY)
+    growing = run_curve(run, counts, StepTokens(full=128, ramp=((40, 32), (100, 64))), smoothing=1.1)
+    assert growing is not None
+    assert growing.tokens.tolist() == [32, 64, 64 + 128], "steps of 32, 32, 64 (skipped), 128 tokens"
 
 
 def test_a_branch_has_the_tokens_of_its_model_and_seconds_of_its_own(tmp_path: Path) -> None:

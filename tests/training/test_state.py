@@ -42,7 +42,7 @@ OF_THIS_PROCESS = {
     r"save_policy\._interval\b": "the clock since this process's last save",
     r"(save_policy\._)?heartbeat\b": "how long this process's steps take",
     r".*optimizer\._norms\b": "norms of the last gradients, which come before each step",
-    r"stage\b": "the stage of the last step, asked for anew",
+    r"shape\b": "the shape of the last step, asked for anew",
     r"save_policy\._failures\b": "failures of this process's disk",
     r".*\._buffers\b": "memory that every batch is read into anew",
     r".*\._upcoming\b": "samples and documents found ahead, and found again",

@@ -119,6 +119,8 @@ class Drawer:
         while axis is not None and not drawn.uses(axis):
             drawn = self._with_layout(keys)
         fewest = keys.get("train.micro_batch_size", 1) * _micro_batches(drawn)
+        if ramp := keys.get("train.rampup_batch_size"):
+            fewest = 2 * ramp[0]["global_batch_size"]
         drawn.keys["train.global_batch_size"] = self._choose("train.global_batch_size", [fewest])
         return drawn
 

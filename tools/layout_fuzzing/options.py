@@ -92,6 +92,8 @@ NUMBERS: dict[str, list[Any]] = {
     ],
     # The first of three steps is of shorter sequences.
     "data.curriculum": [[], [{"sequence_length": TOKENS // 2, "until_tokens": 1}]],
+    # The first of three steps has half of the others' sequences.
+    "train.rampup_batch_size": [[], [{"global_batch_size": 4, "until_tokens": 1}]],
     "train.micro_batch_size": [1, 2],
     "train.recompute_layers": [None, 1],
     "train.z_loss_multiplier": [0.0, 0.1],

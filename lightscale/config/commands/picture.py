@@ -26,17 +26,17 @@ def planned_rates(config: RunConfig) -> tuple[NDArray[np.int64], NDArray[np.floa
 
 
 def planned_shapes(config: RunConfig) -> list[tuple[int, int, int]]:
-    """(first step, sequence length in tokens, sequences per step) of each curriculum stage that the run reaches."""
+    """(first step, sequence length in tokens, sequences per step) of all steps of one shape, in order."""
     found: list[tuple[int, int, int]] = []
-    total, per_step, first = config.total_steps, config.tokens_per_step, 1
+    total, first, tokens = config.total_steps, 1, 0
     # Stages end with whole steps.
     stages = [
         (stage.sequence_length, config.step_tokens.steps_to(stage.until_tokens)) for stage in config.data.curriculum
     ]
     for length, last in [*stages, (config.data.sequence_length, total)]:
-        if min(last, total) >= first:
-            found.append((first, length, per_step // length))
-            first = last + 1
+        for steps, size in config.step_tokens.stretches(max(0, min(last, total) - first + 1), tokens):
+            found.append((first, length, size // length))
+            first, tokens = first + steps, tokens + steps * size
     return found
 
 
@@ -66,5 +66,5 @@ def draw(config: RunConfig, path: Path) -> None:
     if config.train.branch_from is not None:
         rate.legend(fontsize=8)
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    length.set_xlabel(f"tokens, {config.tokens_per_step:,} per step")
+    length.set_xlabel(f"tokens, {'up to ' * bool(config.train.rampup_batch_size)}{config.tokens_per_step:,} per step")
     figure.savefig(path, dpi=DOTS_PER_INCH)

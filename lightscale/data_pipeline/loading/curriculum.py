@@ -9,7 +9,7 @@ the position; the learning rate depends on the number of steps.
 
 import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from lightscale.config.schema import CurriculumStage
@@ -26,6 +26,8 @@ class SkippedRanges:
     """
 
     records: tuple[tuple[int, int], ...] = ()
+    ends: tuple[tuple[int, int], ...] = ()
+    """Such pairs for the ends of curriculum stages that no whole step fits into; `Curriculum.fit` finds them."""
 
     @classmethod
     def of(cls, records: Iterable[Sequence[int]]) -> Self:
@@ -42,7 +44,8 @@ class SkippedRanges:
     def position(self, tokens: int) -> int:
         """The position in the data, in tokens, of the token that comes after ``tokens`` consumed ones."""
         # Equality included: a range that is skipped now lies before the token that comes next.
-        return tokens + sum(skip_tokens for at_tokens, skip_tokens in self.records if at_tokens <= tokens)
+        skipped = (skip_tokens for at_tokens, skip_tokens in (*self.records, *self.ends) if at_tokens <= tokens)
+        return tokens + sum(skipped)
 
     def length_back_to(self, at_tokens: int, tokens: int, end_tokens: int) -> int:
         """Tokens of data to skip at ``at_tokens`` consumed ones, where a run of ``end_tokens`` returns from ``tokens``.
@@ -51,7 +54,9 @@ class SkippedRanges:
         whose checkpoint is lost. The records move with the new skip, so that their data would otherwise come back.
         """
         reached = max([tokens, *(start for start, _ in self.records if start < end_tokens)])
-        return self.position(reached) - self.position(at_tokens)
+        # With the new skip, no end of a curriculum stage is left out there that was before.
+        left_out = sum(skip_tokens for start, skip_tokens in self.ends if start == at_tokens)
+        return self.position(reached) - self.position(at_tokens) + left_out
 
     def adding(self, at_tokens: int, skip_tokens: int) -> "SkippedRanges":
         """With one more range."""
@@ -74,7 +79,7 @@ class LengthStage:
 
 
 class Curriculum:
-    """The curriculum stages of a run. Tokens per step and per micro-batch are the same in all of them."""
+    """The curriculum stages of a run. Tokens per micro-batch are the same in all of them."""
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class Curriculum:
         ``micro_batch_size`` is that of the last curriculum stage; an earlier one has as many more sequences as they are
         shorter.
         """
+        self._step_tokens = step_tokens
         # Rounded up to whole steps: a step has one shape, so it must not reach from one curriculum stage into the next.
         ends = [step_tokens.after(step_tokens.steps_to(entry.until_tokens)) for entry in entries]
         lengths = [entry.sequence_length for entry in entries]
@@ -113,6 +119,26 @@ class Curriculum:
     def number_at(self, position: int) -> int:
         """Index in ``stages`` of the stage that holds ``position`` ≥ 0."""
         return bisect.bisect_right(self._starts, position) - 1
+
+    def fit(self, skips: SkippedRanges) -> SkippedRanges:
+        """``skips`` with their ``ends``: where a step would reach from one curriculum stage into the next.
+
+        Stages end with whole steps, but behind skipped data the steps of a ramp-up may begin elsewhere. The sequences
+        of the stage that are then too few for a step are skipped too. ``skips`` begin where steps do.
+        """
+        steps_to, after = self._step_tokens.steps_to, self._step_tokens.after
+        found = replace(skips, ends=())
+        for stage in self.stages[:-1]:
+            assert stage.stop is not None
+            reached = range(steps_to(stage.stop) + 1)
+            first_behind = bisect.bisect_left(reached, stage.stop, key=lambda steps: found.position(after(steps)))
+            if first_behind == 0:
+                continue  # skipped whole
+            tokens = after(first_behind - 1)
+            left = stage.stop - found.position(tokens)
+            if left < self._step_tokens.of_next(tokens):
+                found = replace(found, ends=(*found.ends, (tokens, left)))
+        return found
 
     def description(self) -> str:
         """The curriculum stages, for fingerprints and messages: "2048 from 0, 8192 from 1048576"."""

@@ -113,6 +113,7 @@ class TokenLoader:
         micro_batch_size: int,
         packing: Packing = "concat",
         curriculum: Sequence[CurriculumStage] = (),
+        ramp: Sequence[tuple[int, int]] = (),
         sources: Mapping[str, float] | None = None,
         seed: int = 0,
         layout: LoaderLayout | None = None,
@@ -124,7 +125,8 @@ class TokenLoader:
         """``sources``: source to weight in any unit; none: every training source, by its tokens.
 
         ``global_batch_size``: sequences in a step, over all ranks; ``micro_batch_size``: in one ``Batch``; both
-        for the last curriculum stage, that of ``sequence_length``. ``index_dir``: where the indices of
+        for the last curriculum stage, that of ``sequence_length``. ``ramp``: (end in tokens, sequences in a step) of
+        smaller batches before ``global_batch_size``, by end. ``index_dir``: where the indices of
         ``packing`` = "whole" are kept. ``targets``: makes the labels; None: the next token. ``label_array``: for
         ``Batch.label_values``, see ``read_batch``. ``tells_places``: whether batches have ``places``. Raises
         ``UserError`` for sizes that do not divide, unknown sources, and sources of validation data.
@@ -135,7 +137,7 @@ class TokenLoader:
         self.targets, self.label_array, self.tells_places = targets, label_array, tells_places
         self.packing = packing
         self.layout = layout or LoaderLayout()
-        self.step_tokens = StepTokens(full=global_batch_size * sequence_length)
+        self.step_tokens = StepTokens.of(sequence_length, global_batch_size, ramp)
         self.curriculum = Curriculum(
             curriculum,
             sequence_length=sequence_length,
@@ -149,7 +151,8 @@ class TokenLoader:
         divisor_name = f"micro_batch_size {micro_batch_size} × {self.layout.data_size} data ranks"
         # Every data rank has the same number of micro-batches: ranks that had fewer would wait in the next collective.
         round_size = micro_batch_size * self.layout.data_size
-        _check_divides("global_batch_size", global_batch_size, divisor_name, round_size)
+        for batch in (*(sequences for _, sequences in ramp), global_batch_size):
+            _check_divides("global_batch_size", batch, divisor_name, round_size)
         for stage in self.curriculum.stages:
             _sequence_slice(stage.sequence_length, self.layout)  # refused now, not in the middle of the run
         weights = dict(sources) if sources else store.training_weights()
@@ -179,6 +182,7 @@ class TokenLoader:
             micro_batch_size=config.train.micro_batch_size,
             packing=config.data.packing,
             curriculum=config.data.curriculum,
+            ramp=[(part.until_tokens, part.sequences) for part in config.train.ramp],
             sources=config.data.sources,
             seed=config.data.seed,
             layout=layout,
@@ -242,12 +246,15 @@ class TokenLoader:
     def skip(self, at_tokens: int, skip_tokens: int) -> None:
         """Skip for ever the ``skip_tokens`` of data that would come when ``at_tokens`` are consumed.
 
-        ``UserError`` unless both are whole steps.
+        ``UserError`` unless both are whole sequences and, with a curriculum, ``at_tokens`` whole steps.
         """
         for tokens in (at_tokens, skip_tokens):
-            if tokens % self.step_tokens.full:
-                raise UserError(f"{tokens} tokens: only whole steps of {self.step_tokens.full} tokens can be skipped")
-        self.skips = self.skips.adding(at_tokens, skip_tokens)
+            if tokens % self.sequence_length:
+                raise UserError(
+                    f"{tokens} tokens: only whole sequences of {self.sequence_length} tokens can be skipped"
+                )
+        self._require_step(at_tokens)
+        self.skips = self.curriculum.fit(self.skips.adding(at_tokens, skip_tokens))
 
     def fingerprint(self) -> dict[str, str]:
         """All inputs that decide the tokens of every sample, by name; neither layout nor batch size is one."""
@@ -271,7 +278,8 @@ class TokenLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position in the data: plain values, the same on every rank."""
         skips = [list(record) for record in self.skips.records]
-        return {"tokens": self.tokens, "skips": skips, "fingerprint": self.fingerprint()}
+        position = self.skips.position(self.tokens)
+        return {"tokens": self.tokens, "skips": skips, "position": position, "fingerprint": self.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, under any layout and batch size. Raises ``UserError`` that names each difference."""
@@ -281,12 +289,17 @@ class TokenLoader:
             changes = "; ".join(f"{key}: {saved.get(key)} before, {current.get(key)} now" for key in differing)
             raise UserError(f"{self.store.title}: the data differs from the data of the earlier steps ({changes})")
         tokens, skips = int(state["tokens"]), SkippedRanges.of(state.get("skips", []))
-        # With a curriculum a step must begin where it began before: it must not reach from one stage into the next.
-        # Without one, whole sequences do: the batch size may change at a resume.
-        unit = self.step_tokens.full if len(self._stages) > 1 else self.sequence_length
-        if tokens < 0 or skips.position(tokens) % unit:
-            what = f"sequence_length {unit}" if unit == self.sequence_length else f"the {unit} tokens per step"
-            raise UserError(f"the state's {tokens} tokens are not a multiple of {what}")
+        if tokens < 0 or skips.position(tokens) % self.sequence_length:
+            raise UserError(f"the state's {tokens} tokens are not a multiple of sequence_length {self.sequence_length}")
+        self._require_step(tokens)
+        skips = self.curriculum.fit(skips)
+        position = skips.position(tokens)
+        # Steps decide what is left of a curriculum stage behind skipped data: with other batches it is something else.
+        if state.get("position", position) != position:
+            raise UserError(
+                f"the state's {tokens} tokens end at position {state['position']} of the data, and at {position} with "
+                "the batches of now; keep train.global_batch_size and train.rampup_batch_size"
+            )
         self.tokens, self.skips = tokens, skips
 
     def description(self) -> list[str]:
@@ -306,11 +319,25 @@ class TokenLoader:
         for here in self._stages[:-1]:
             stage = here.stage
             per_step = self.step_tokens.full // stage.sequence_length
+            up_to = "up to " if self.step_tokens.ramp else ""
             lines.append(
                 f"sequences of {stage.sequence_length:,} tokens until {stage.stop:,} tokens: "
-                f"{per_step:,} per step, {stage.micro_batch_size:,} per micro-batch"
+                f"{up_to}{per_step:,} per step, {stage.micro_batch_size:,} per micro-batch"
             )
+        if ramp := self.step_tokens.ramp:
+            sizes = " → ".join(
+                f"{size // self.sequence_length:,}" for size in (*(size for _, size in ramp), self.step_tokens.full)
+            )
+            lines.append(f"batches grow until {ramp[-1][0]:,} tokens: {sizes} sequences per step")
         return lines
+
+    def _require_step(self, tokens: int) -> None:
+        """With a curriculum a step must begin where it did before: it must not reach from one stage into the next.
+
+        Without one, whole sequences do: the batch size may change at a resume.
+        """
+        if len(self._stages) > 1 and not self.step_tokens.begins_step(tokens):
+            raise UserError(f"{tokens} tokens are no whole number of steps, which a curriculum needs")
 
     def _samples_after(self, tokens: int) -> tuple[_StageOrder, range]:
         position = self.skips.position(tokens)

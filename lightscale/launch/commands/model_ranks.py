@@ -76,8 +76,9 @@ def check_ranks(config: RunConfig, world_size: int) -> None:
     parallel = config.parallel
     inner = parallel.tensor * parallel.pipeline * parallel.sequence
     # Neither batches nor sequences are those of training: they fit any layout. But images have one length.
-    batch = {"global_batch_size": max(1, world_size // inner), "micro_batch_size": 1}
-    update: dict[str, Any] = {"train": config.train.model_copy(update=batch)}
+    batch = max(1, world_size // inner)
+    sizes = {"global_batch_size": batch, "micro_batch_size": 1, "rampup_batch_size": []}
+    update: dict[str, Any] = {"train": config.train.model_copy(update=sizes)}
     if config.model.patches is None:
         update["data"] = config.data.model_copy(update={"sequence_length": inner, "curriculum": []})
     else:

@@ -19,7 +19,7 @@ from lightscale.output.terminal import plain_console, plain_table
 from lightscale.planning.failure_simulation import Estimate, as_good_as_best, simulate
 from lightscale.planning.failures import DAY_S, Regime, Shares, daly_interval_s, expected_shares
 from lightscale.planning.hardware import H100
-from lightscale.planning.search import Fixed, best_layouts, explain_none
+from lightscale.planning.search import Fixed, best_layouts, explain_none, run_seconds
 from lightscale.runs.goodput import duration
 from lightscale.runs.save_interval import SaveInterval, best_interval_s
 
@@ -276,7 +276,7 @@ def _predicted_s(config: RunConfig, gpus: int) -> float:
         raise UserError(
             f"--gpus {gpus}: no layout is predicted to fit in memory; use more GPUs, or set the length with --hours"
         )
-    return config.own_tokens / found[0].tokens_per_s
+    return run_seconds(config, found[0], hardware)
 
 
 def _configured_s(config: RunConfig, stall_s: float, step_s: float) -> float:

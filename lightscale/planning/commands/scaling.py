@@ -244,8 +244,9 @@ def _layout_record(one: Prediction) -> dict[str, Any]:
 
 
 def _sentences(config: RunConfig) -> list[str]:
+    which = "behind the ramp-up a step" if config.train.rampup_batch_size else "a step"
     batch = (
-        f"a step has the configuration's {config.tokens_per_step:,} tokens: exactly at its own length if a fitting "
+        f"{which} has the configuration's {config.tokens_per_step:,} tokens: exactly at its own length if a fitting "
         f"layout exists, else ±{BATCH_TOLERANCE:.0%}, or one sequence if that is longer; a larger micro-batch is "
         "chosen only if it is faster by more than 1 %"
     )

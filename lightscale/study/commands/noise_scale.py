@@ -25,11 +25,13 @@ def run(args: argparse.Namespace) -> int:
     require_run(args.run)
     found = read_noise_scale(RunDirectory(args.run), last=args.last)
     config = load(args.run / "config.toml")
-    if args.json:
-        print(json.dumps(asdict(found) | {"tokens_per_step": config.tokens_per_step}))
-        return 0
     first, last = found.steps
-    print(f"{found.measured} measured steps, {first} to {last}; a step has {config.tokens_per_step:,} tokens")
+    tokens = config.step_tokens.after(last) - config.step_tokens.after(last - 1)
+    if args.json:
+        print(json.dumps(asdict(found) | {"tokens_per_step": tokens}))
+        return 0
+    which = "the last" if config.train.rampup_batch_size else "a step"
+    print(f"{found.measured} measured steps, {first} to {last}; {which} has {tokens:,} tokens")
     if found.tokens is None or found.interval is None:
         print("gradient noise scale: unknown, the gradient is too small beside its noise; measure more steps")
         return 0

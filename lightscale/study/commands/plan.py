@@ -10,7 +10,7 @@ from lightscale.errors import UserError
 from lightscale.files import size_text
 from lightscale.output.terminal import plain_console, plain_table
 from lightscale.planning.hardware import H100
-from lightscale.planning.search import MOST_NODES, Fixed, best_layouts
+from lightscale.planning.search import MOST_NODES, Fixed, best_layouts, run_seconds
 from lightscale.study.cells import Cell
 from lightscale.study.commands.arguments import add_study, the_study
 from lightscale.study.counts import CellCounts
@@ -68,7 +68,7 @@ def _hours(config: RunConfig, nodes: int) -> float | None:
     found = best_layouts(config, nodes=nodes, sequence_length=config.data.sequence_length, hardware=H100, fixed=Fixed())
     if not found or not found[0].fits:
         return None
-    return config.total_tokens / found[0].tokens_per_s / 3600
+    return run_seconds(config, found[0], H100) / 3600
 
 
 def _record(study: Study, cell: Cell, hours: float | None) -> dict[str, Any]:

@@ -107,6 +107,8 @@ class _Data(_Strict):
     skips: Annotated[
         list[Annotated[tuple[_Count, Annotated[int, Field(ge=1, le=1 << 62)]], _TUPLE]], Field(max_length=_MOST_LISTED)
     ] = []
+    # Behind skipped data; not in checkpoints from before batches could grow.
+    position: _Count = 0
     fingerprint: Annotated[dict[_Text, _Text], Field(max_length=_MOST_LISTED)] | _Text
 
     @model_validator(mode="after")

@@ -112,7 +112,7 @@ def test_another_curriculum_or_a_position_inside_a_step_is_refused(store: TokenS
     plain = TokenLoader(store, sequence_length=64, global_batch_size=4, micro_batch_size=2, seed=3)
     with pytest.raises(UserError, match="curriculum: 8 from 0, 16 from 1024, 64 from 2560 before, None now"):
         plain.load_state_dict(state)
-    with pytest.raises(UserError, match="the state's 64 tokens are not a multiple of the 256 tokens per step"):
+    with pytest.raises(UserError, match="64 tokens are no whole number of steps, which a curriculum needs"):
         make_loader(store).load_state_dict(state | {"tokens": 64})
     assert plain.tokens == 0
 
@@ -175,5 +175,5 @@ def test_a_jump_leaves_out_exactly_the_steps_that_were_skipped(store: TokenStore
     resumed = make_loader(store, packing=packing)
     resumed.load_state_dict(jumping.state_dict())
     assert resumed.next_step()[0].tokens.equal(plain.batches_after(12 * 256)[0].tokens)
-    with pytest.raises(UserError, match="100 tokens: only whole steps of 256 tokens"):
+    with pytest.raises(UserError, match="100 tokens: only whole sequences of 64 tokens"):
         jumping.skip(100, 256)
