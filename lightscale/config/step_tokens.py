@@ -29,7 +29,7 @@ class StepTokens:
         """Tokens of the step that follows ``tokens`` consumed ones."""
         return self._part(tokens)[1]
 
-    def stretches(self, steps: int, tokens: int = 0) -> Iterator[tuple[int, int]]:
+    def equal_steps(self, steps: int, tokens: int = 0) -> Iterator[tuple[int, int]]:
         """(number of steps, tokens of each) of ``steps`` steps that follow ``tokens`` consumed ones, in order."""
         while steps:
             end, size = self._part(tokens)
@@ -39,7 +39,7 @@ class StepTokens:
 
     def after(self, steps: int, tokens: int = 0) -> int:
         """Tokens consumed when ``steps`` more steps follow ``tokens`` consumed ones."""
-        return tokens + sum(alike * size for alike, size in self.stretches(steps, tokens))
+        return tokens + sum(alike * size for alike, size in self.equal_steps(steps, tokens))
 
     def steps_to(self, tokens: int) -> int:
         """The fewest steps from the start of the run that consume ``tokens``."""

@@ -104,7 +104,9 @@ def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
         tokens_per_step=config.tokens_per_step,
         steps=config.own_steps,
         tokens=config.own_tokens,
-        stretches=tuple(config.step_tokens.stretches(config.own_steps, config.step_tokens.after(config.parent_steps))),
+        stretches=tuple(
+            config.step_tokens.equal_steps(config.own_steps, config.step_tokens.after(config.parent_steps))
+        ),
         memory=fullest_rank(config, layout),
         exchanges=tuple(_exchanges(config, layout)),
     )

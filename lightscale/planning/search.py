@@ -101,7 +101,9 @@ def run_seconds(config: RunConfig, best: Prediction, hardware: Hardware) -> floa
     model, layout = CostModel(config, best.sequence_length, hardware), best.layout
     how = {key: getattr(best, key) for key in ("recompute", "recompute_layers", "exchange", "attention")}
     seconds = 0.0
-    for steps, tokens in config.step_tokens.stretches(config.own_steps, config.step_tokens.after(config.parent_steps)):
+    for steps, tokens in config.step_tokens.equal_steps(
+        config.own_steps, config.step_tokens.after(config.parent_steps)
+    ):
         num_microbatches = max(1, round(layout.num_microbatches * tokens / config.tokens_per_step))
         one = model.predict(replace(layout, num_microbatches=num_microbatches), **how)
         seconds += steps * tokens / one.tokens_per_s

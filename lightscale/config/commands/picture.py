@@ -34,7 +34,7 @@ def planned_shapes(config: RunConfig) -> list[tuple[int, int, int]]:
         (stage.sequence_length, config.step_tokens.steps_to(stage.until_tokens)) for stage in config.data.curriculum
     ]
     for length, last in [*stages, (config.data.sequence_length, total)]:
-        for steps, size in config.step_tokens.stretches(max(0, min(last, total) - first + 1), tokens):
+        for steps, size in config.step_tokens.equal_steps(max(0, min(last, total) - first + 1), tokens):
             found.append((first, length, size // length))
             first, tokens = first + steps, tokens + steps * size
     return found
