@@ -76,7 +76,7 @@ class RunPlan:
     steps: int
     tokens: int
     """Of the whole run, in whole steps."""
-    stretches: tuple[tuple[int, int], ...]
+    equal_steps: tuple[tuple[int, int], ...]
     """(number of steps, tokens of each), in the order of the run: one for each batch."""
     memory: RankMemory
     """Memory of the ranks that hold most."""
@@ -104,7 +104,7 @@ def plan(config: RunConfig, processes: int | None = None) -> RunPlan:
         tokens_per_step=config.tokens_per_step,
         steps=config.own_steps,
         tokens=config.own_tokens,
-        stretches=tuple(
+        equal_steps=tuple(
             config.step_tokens.equal_steps(config.own_steps, config.step_tokens.after(config.parent_steps))
         ),
         memory=fullest_rank(config, layout),

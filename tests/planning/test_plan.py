@@ -282,11 +282,11 @@ def test_json_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
         "tokens_per_step": 3_932_160,
         "steps": 76_294,
         "tokens": 76_294 * 3_932_160,
-        "stretches": [{"steps": 76_294, "tokens_per_step": 3_932_160}],
+        "equal_steps": [{"steps": 76_294, "tokens_per_step": 3_932_160}],
     }
     ramp = "train.rampup_batch_size=[{global_batch_size=240,until_tokens=1e12}]"
     growing = plan(load(path, ["parallel.tensor=8", ramp]), 16)
-    assert growing.stretches == ((152_588, 1_966_080),) and growing.tokens == 152_588 * 1_966_080
+    assert growing.equal_steps == ((152_588, 1_966_080),) and growing.tokens == 152_588 * 1_966_080
     assert record["memory"]["total_bytes"] == planned.memory.total_bytes
     assert len(record["state_exchange"]) == len(planned.exchanges) > 0
 

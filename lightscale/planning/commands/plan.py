@@ -98,7 +98,7 @@ def _record(config: RunConfig, planned: RunPlan) -> dict[str, Any]:
             "tokens_per_step": planned.tokens_per_step,
             "steps": planned.steps,
             "tokens": planned.tokens,
-            "stretches": [{"steps": steps, "tokens_per_step": tokens} for steps, tokens in planned.stretches],
+            "equal_steps": [{"steps": steps, "tokens_per_step": tokens} for steps, tokens in planned.equal_steps],
         },
         "memory": {
             **dataclasses.asdict(memory),
@@ -118,8 +118,8 @@ def _show(path: Path, config: RunConfig, planned: RunPlan) -> None:
     console.print(_table(("parameters", "", ""), _parameter_lines(planned.parameters, config.model)))
     console.print(_table(("training FLOPs per step", "", ""), _flops_lines(planned)))
     lines = [("tokens per step", planned.tokens_per_step), ("steps", planned.steps), ("tokens", planned.tokens)]
-    if len(planned.stretches) > 1:
-        lines += [(f"steps of {tokens:,} tokens", steps) for steps, tokens in planned.stretches]
+    if len(planned.equal_steps) > 1:
+        lines += [(f"steps of {tokens:,} tokens", steps) for steps, tokens in planned.equal_steps]
     console.print(_table(("run", "", ""), [(name, f"{count:,}", "") for name, count in lines]))
     stages = f", stage {planned.memory.stage + 1} of {layout.pipeline}" if layout.pipeline > 1 else ""
     console.print(_table((f"memory per rank{stages}", "GiB", ""), _memory_lines(planned)))
