@@ -331,6 +331,9 @@ class TrainConfig(Section):
     """Length of the run, in optimizer steps; set either steps or tokens."""
     tokens: TokenCount | None = None
     """Length of the run, in tokens, such as 300e9; rounded up to whole steps."""
+    stop_step: Steps | None = None
+    """Step after which the run saves and ends before its last step, with the learning rates of its whole length; a
+    larger value continues it; none: the last step."""
     global_batch_size: Count
     """Sequences per step, over all ranks; with a ramp-up, behind it."""
     rampup_batch_size: list[RampStage] = Field(default=[], max_length=MOST_ENTRIES)
@@ -603,6 +606,11 @@ class RunConfig(Section):
         return self.step_tokens.after(self.total_steps)
 
     @property
+    def last_step(self) -> int:
+        """The step after which the run ends: ``train.stop_step``, or the last of ``total_steps``."""
+        return self.train.stop_step or self.total_steps
+
+    @property
     def parent_steps(self) -> int:
         """Steps that the parent of a branch has done at the beginning of the run; 0: the run is no branch."""
         return 0 if self.train.branch_from is None else int(self.train.branch_from.rpartition("@")[2])
@@ -665,6 +673,11 @@ class RunConfig(Section):
             raise ValueError(
                 f'train.branch_from = "{self.train.branch_from}": the run ends at step {steps} (train.steps or '
                 f"train.tokens); use more than {self.parent_steps}"
+            )
+        if not self.parent_steps < self.last_step <= steps:
+            raise ValueError(
+                f"train.stop_step = {self.train.stop_step} is none of the run's own steps, {self.parent_steps + 1} to "
+                f'{steps} (train.steps or train.tokens); use one of them, or "none" for the last one'
             )
         if self.train.profile_steps and self.train.profile_steps[1] > steps:
             raise ValueError(

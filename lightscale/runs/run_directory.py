@@ -42,6 +42,9 @@ Beginning = Literal["start", "rollback"]
 DAMAGE_EVENT = "records_damaged"
 """Event of a start that finds unreadable lines: ``damage``, by file name."""
 
+GAVE_UP_EVENT = "guard_gave_up"
+"""Event of a run that would roll back more often than it may: ``step``, the one to go back to, and ``reason``."""
+
 # What may change when a run is resumed without making it another run. A section stands for all of its keys.
 HARMLESS_KEYS: dict[str, str] = {
     "metrics": "changes only the records",
@@ -61,6 +64,7 @@ HARMLESS_KEYS: dict[str, str] = {
     "train.device": "the same computation on other hardware",
     "train.micro_batch_size": "the same batch, summed in other portions",
     "train.profile_steps": "changes only the records",
+    "train.stop_step": "changes only where the run ends for now; its learning rates are those of the whole length",
     "train.validate_every": "validation changes no weight, no random state and no sample",
 }
 
@@ -114,6 +118,14 @@ def split_step(name: str) -> tuple[str, int | None]:
 def digest(config: RunConfig) -> str:
     """xxh3-128 of the resolved configuration."""
     return xxhash.xxh3_128(to_toml(config).encode()).hexdigest()
+
+
+def end_text(config: RunConfig) -> str:
+    """The reason of the end of a finished run of `config`."""
+    total = config.total_steps
+    if config.last_step == total:
+        return f"all {total} steps are done"
+    return f"{config.last_step} of {total} steps are done (train.stop_step)"
 
 
 class RunDirectory:
@@ -294,9 +306,9 @@ class RunDirectory:
         return value if isinstance(value, str) else None
 
     def is_finished(self, config: RunConfig) -> bool:
-        """Whether the run has done all steps of `config`."""
+        """Whether the run has done all steps of `config`, up to its `last_step`."""
         status = self.read_status()
-        return status is not None and status.status == "finished" and status.step >= config.total_steps
+        return status is not None and status.status == "finished" and status.step >= config.last_step
 
     def progress(self) -> tuple[int, int]:
         """(step, tokens) of the newest line of metrics; (0, 0) before the first."""

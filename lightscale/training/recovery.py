@@ -31,7 +31,7 @@ from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.records import Record
 from lightscale.runs.journal import Journal
-from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.runs.run_directory import GAVE_UP_EVENT, RunDirectory, read_lines
 from lightscale.training.base import Base, read_base
 from lightscale.training.beginning import kept_weights
 from lightscale.training.branch import lineage, parent_of
@@ -267,6 +267,8 @@ class Recovery:
         if done < limit:
             return
         run = self._directory.path
+        # For those who start many runs: this one failed by its numbers, not by its machine.
+        self._journal.event(GAVE_UP_EVENT, step=target, reason=f"{reason}, after {done} rollbacks")
         hint = f' in a new run with train.init_from = "{run}@{target}"' if target else ""
         raise UserError(
             f"{reason}, after {done} rollbacks (guard.max_rollbacks = {limit}); events.jsonl has the reasons. Check "

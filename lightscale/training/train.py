@@ -50,7 +50,7 @@ from lightscale.runs.metrics.logger import MetricsLogger, Scalar, ValidationLoss
 from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.runs.metrics.registry import open_sinks
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE, RunFacts, Sink
-from lightscale.runs.run_directory import RunDirectory, Status, digest
+from lightscale.runs.run_directory import RunDirectory, Status, digest, end_text
 from lightscale.runs.teacher import asked_model, computed_models
 from lightscale.tasks.interface import task_of
 from lightscale.tasks.preference import PreferenceConfig
@@ -312,8 +312,8 @@ class Trainer:
                 )
 
     def run(self) -> Status:
-        """Train from the current step to the last."""
-        config, total = self.config, self.config.total_steps
+        """Train from the current step to the last of this configuration."""
+        config, last = self.config, self.config.last_step
         length, asked, peak = config.data.sequence_length, asked_model(config), self._peak_flops()
         flops = training_flops_per_token(config.model, length, teacher=asked, adapter=config.adapters)
         with (
@@ -322,7 +322,7 @@ class Trainer:
                 enabled=self.is_main,
                 attempt=self.directory.attempt,
                 first_step=self.step + 1,
-                total_steps=total,
+                total_steps=last,
                 step_tokens=config.step_tokens,
                 log_every=config.metrics.log_every,
                 flops_per_token=flops,
@@ -336,7 +336,7 @@ class Trainer:
             # What a stop or a failure has left of the evaluation of the weights that were read.
             if not self._evaluate(metrics):
                 return self._leave("resumable", f"stopped by {self.stop.reason}")
-            while self.step < total:
+            while self.step < last:
                 metrics.begin_step(self.loader.tokens)
                 with profiler.step(self.step + 1):
                     self._train_step(ahead, metrics)
@@ -346,7 +346,7 @@ class Trainer:
                     continue
                 # After a possible rollback and before a possible save: the loss of the weights that are saved.
                 every = config.train.validate_every
-                if every and (self.step % every == 0 or self.step == total):
+                if every and (self.step % every == 0 or self.step == last):
                     with self.engine.read_weights():
                         self._validate(metrics)
                 is_evaluated = self._evaluate(metrics)
@@ -354,8 +354,8 @@ class Trainer:
                 # or left by itself would leave the others in a collective that never completes.
                 self.heartbeat.beat("agreeing", step=self.step)
                 self.save_policy.collect(self.step, metrics, self.loader.tokens)
-                stopping = self.stop.should_stop(self._largest) and (self.step < total or not is_evaluated)
-                leaving = stopping or self.step == total
+                stopping = self.stop.should_stop(self._largest) and (self.step < last or not is_evaluated)
+                leaving = stopping or self.step == last
                 if contents := self.save_policy.contents_due(self.step, leaving=leaving):
                     self._save(metrics, contents, leaving=leaving)
                 # A stopped run finds it out again when it is resumed, and goes back then.
@@ -372,7 +372,7 @@ class Trainer:
             should_stop=lambda: self.stop.should_stop(self._largest),
             beat=lambda: self.heartbeat.beat("leaving", step=self.step),
         )
-        return self._leave("finished", f"all {total} steps are done")
+        return self._leave("finished", end_text(config))
 
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
         fault_point("step:begin")

@@ -159,6 +159,7 @@ NOT_DRAWN: dict[str, str] = {
     "train.init_from": "set with adapters and references, which begin with the model's initial weights here",
     "train.branch_from": "changes what training begins with",
     "train.profile_steps": "measures",
+    "train.stop_step": "an end and a resume, as the fuzzer's own (tests/training/test_stop_step.py)",
     "optimizer.name": "drawn before its options",
     "optimizer.lr": "the schedule is a function of the step (tests/training)",
     "optimizer.schedule": "as optimizer.lr",

@@ -24,6 +24,7 @@ _SET_HERE = (
     "train.tokens",
     "train.branch_from",
     "train.init_from",
+    "train.stop_step",
     "optimizer.schedule",
     "optimizer.decay_steps",
 )
@@ -74,6 +75,7 @@ def resolve_anneal(args: argparse.Namespace) -> None:
         *args.overrides,
         f"train.branch_from={toml_value(f'{path}@{step}')}",
         "train.init_from=none",
+        "train.stop_step=none",
         f"train.steps={step + decay_steps}",
         "optimizer.schedule=wsd",
         f"optimizer.decay_steps={decay_steps}",

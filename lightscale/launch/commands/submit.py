@@ -17,7 +17,7 @@ from lightscale.launch.scheduler import JobRequest, get_scheduler, live_jobs, un
 from lightscale.launch.settings import LaunchSettings, load_settings
 from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs
 from lightscale.runs.lock import RunLock
-from lightscale.runs.run_directory import RunDirectory, write_atomically
+from lightscale.runs.run_directory import RunDirectory, end_text, write_atomically
 
 _SETTINGS = ("nodes", "time", "partition", "account", "gpus_per_node", "processes")
 
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(_record(args, request, jobs, finished=not jobs), flush=True)
     if not jobs:
-        print(f"{path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
+        print(f"{path} is finished: {end_text(config)}", file=sys.stderr)
         return 0
     if not args.json:
         print(f"{'job' if len(jobs) == 1 else 'jobs'} {', '.join(map(str, jobs))} in {path}")

@@ -44,7 +44,7 @@ from lightscale.runs.job_environment import job_id
 from lightscale.runs.jobs import recorded_jobs
 from lightscale.runs.lock import InUse, RunLock
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE
-from lightscale.runs.run_directory import RunDirectory, Status
+from lightscale.runs.run_directory import RunDirectory, Status, end_text
 from lightscale.training.health.limits import Needs, require_limits
 from lightscale.training.signals import DEADLINE_VARIABLE
 
@@ -160,7 +160,7 @@ def _launch_all(args: argparse.Namespace, directory: RunDirectory, deadline_s: f
     check_divides(config, processes * num_nodes)
     _require_limits(config, processes, processes * num_nodes)
     if is_finished(directory, config, allow):
-        print(f"{directory.path} is finished: all {config.total_steps} steps are done", file=sys.stderr)
+        print(f"{directory.path} is finished: {end_text(config)}", file=sys.stderr)
         return 0
     _say_loading()
     from lightscale.launch.launcher.restart import RestartPolicy, run_ranks  # noqa: PLC0415

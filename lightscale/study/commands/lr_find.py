@@ -24,6 +24,7 @@ _FIXED = {
     "optimizer.decay_power": "1",
     "train.tokens": "none",
     "train.profile_steps": "none",
+    "train.stop_step": "none",
     "train.validate_every": "0",
     "checkpoint.keep_every": "none",
     "checkpoint.keep_weights_every": "none",
