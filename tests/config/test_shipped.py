@@ -1,6 +1,8 @@
 """CONFIG and `extends` by name: files first, then what is shipped; what a wrong name is told."""
 
+import itertools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,17 @@ def test_a_run_of_a_shipped_name_goes_to_its_name() -> None:
 
     for given in ("tnl-tiny", "tnl-tiny.toml", "elsewhere/tnl-tiny.toml"):
         assert default_directory(Path(given)) == Path("runs/tnl-tiny")
+
+
+def test_each_shipped_learning_rate_has_its_source() -> None:
+    """The line above it cites a paper or a search, or says that there was none."""
+    found = 0
+    for path in sorted(shipped.FOLDER.rglob("*.toml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for before, line in itertools.pairwise(lines):
+            if re.match(r"lr\s*=", line):
+                found += 1
+                place = lines.index(before)
+                comment = " ".join(one for one in lines[max(0, place - 1) : place + 1] if one.startswith("#"))
+                assert re.search(r"arXiv|search", comment), f"{path.name}: {line}"
+    assert found >= 20
