@@ -13,8 +13,13 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import HARMLESS_KEYS, is_named
 from lightscale.study.definition import Axis, AxisValue, CellRule, Definition, SweepSection, table_of, value_name
+from lightscale.study.search.halving import TrialGroup
+from lightscale.study.search.section import SearchSection
+from lightscale.study.search.trials import SearchTrial, make_trials
 
 MOST_CELLS = 10_000
+TRIAL = "trial"
+"""Name of a trial among the values of its cell."""
 _MOST_SHOWN = 40
 
 Part = Literal["main", "sweep"]
@@ -38,7 +43,21 @@ class Cell:
     tried: float | None = None
     """The value tried by a run of the sweep."""
     is_pending: bool = False
-    """Whether the choice of the sweep is pending; `config` then has the middle value."""
+    """Whether it waits: for the choice of the sweep, where `config` then has the middle value, or at a rung."""
+    trial: SearchTrial | None = None
+    """Its values in a search; None: the study has no search."""
+    until: int | None = None
+    """The step that a trial trains to, at most; None: the last one."""
+    stopped: str | None = None
+    """Why a trial trains no more before its last step; None: it goes on."""
+
+    @property
+    def job(self) -> RunConfig:
+        """The configuration to start the run with: `config` until the step `until`."""
+        if self.trial is None:
+            return self.config
+        stop_step = None if self.until == self.config.total_steps else self.until
+        return self.config.model_copy(update={"train": self.config.train.model_copy(update={"stop_step": stop_step})})
 
     @property
     def architecture(self) -> str:
@@ -63,19 +82,33 @@ def make_cells(definition: Definition, chosen: Mapping[Choice, float] | None = N
     cells.
     """
     size = sum(1 for _ in itertools.islice(_combinations(definition.axes), MOST_CELLS + 1))
-    if size > MOST_CELLS:
-        raise UserError(f"{definition.path}: axes: more than {MOST_CELLS:,} combinations; use fewer values")
+    trials = [] if definition.search is None else _named_trials(definition, definition.search)
+    if size * max(1, len(trials)) > MOST_CELLS:
+        what = "axes and search" if trials else "axes"
+        raise UserError(f"{definition.path}: {what}: more than {MOST_CELLS:,} combinations; use fewer values")
     faults: list[str] = []
+    of_trials: dict[str, list[str]] = {}
     cells: list[Cell] = []
-    for make in (_sweep_cells(definition), _main_cells(definition, chosen or {})):
+    for make in (_sweep_cells(definition), _main_cells(definition, chosen or {}, trials)):
         for name, tables, more in make:
             try:
                 config = load_tables(tables, definition.path)
                 check_mixers(config.model, config.parallel)
+                if config.train.stop_step is not None:
+                    raise UserError(f"train.stop_step = {config.train.stop_step}: a cell trains to its end; remove it")
                 cells.append(Cell(name=name, config=config, **more))
             except UserError as error:
-                faults += [f"{name}: {line}" for line in str(error).splitlines()]
+                for line in str(error).splitlines():
+                    # A mistake in a key of the search is one of every trial.
+                    if "trial" in more:
+                        of_trials.setdefault(line, []).append(name)
+                    else:
+                        faults.append(f"{name}: {line}")
+    for line, names in of_trials.items():
+        faults.append(f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {line}")
     faults += _twice(cells)
+    if definition.search is not None and not faults:
+        faults += _search_faults(definition, definition.search, cells)
     if faults:
         shown = faults[:_MOST_SHOWN] + [f"and {len(faults) - _MOST_SHOWN} more"] * (len(faults) > _MOST_SHOWN)
         raise UserError(f"{definition.path}: these cells cannot run:\n" + "\n".join(shown))
@@ -87,7 +120,9 @@ def make_cells(definition: Definition, chosen: Mapping[Choice, float] | None = N
 _Made = tuple[str, list[tuple[str, dict[str, Any]]], dict[str, Any]]
 
 
-def _main_cells(definition: Definition, chosen: Mapping[Choice, float]) -> Iterator[_Made]:
+def _main_cells(
+    definition: Definition, chosen: Mapping[Choice, float], trials: Sequence[tuple[str, SearchTrial]]
+) -> Iterator[_Made]:
     sweep = definition.sweep
     for combination in _combinations(definition.axes):
         rules = _rules(definition, combination)
@@ -101,7 +136,78 @@ def _main_cells(definition: Definition, chosen: Mapping[Choice, float]) -> Itera
             more |= {"choice": choice, "is_pending": value is None}
             used = sweep.values[len(sweep.values) // 2] if value is None else value
             tables.append((f"{definition.path} [sweep]", table_of(sweep.key, used)))
-        yield _name(definition.axes, combination) or definition.name, tables, more
+        name = _name(definition.axes, combination)
+        if definition.search is None:
+            yield name or definition.name, tables, more
+        for trial_name, trial in trials:
+            where = f"{definition.path} [search.parameters]"
+            searched = [(where, table_of(key, value)) for key, value in trial.values.items()]
+            of_trial = {"values": {**more["values"], TRIAL: trial_name}, "trial": trial}
+            yield "-".join(filter(None, [name, trial_name])), [*tables, *searched], more | of_trial
+
+
+def _named_trials(definition: Definition, search: SearchSection) -> list[tuple[str, SearchTrial]]:
+    """Trials by name: those of a grid by their values, so that more values rename none."""
+    try:
+        trials = make_trials(search)
+    except UserError as error:
+        raise UserError(f"{definition.path}: {error}") from None
+    if not search.is_grid:
+        return [(f"trial{trial.number:03}", trial) for trial in trials]
+    return [("-".join(value_name(key, value) for key, value in trial.values.items()), trial) for trial in trials]
+
+
+def groups_of(definition: Definition, cells: Sequence[Cell]) -> list[TrialGroup]:
+    """The groups of trials that a search compares: one for each combination of the axes, without those of seeds."""
+    assert definition.search is not None
+    axes = [axis for axis in definition.axes if len(axis.values) > 1 and not axis.is_of_seeds]
+    groups: dict[str, dict[str, list[Cell]]] = {}
+    for cell in cells:
+        name = "-".join(cell.values[axis.name] for axis in axes) or definition.name
+        groups.setdefault(name, {}).setdefault(cell.values[TRIAL], []).append(cell)
+    found = []
+    for name, trials in groups.items():
+        steps = next(iter(trials.values()))[0].config.total_steps
+        found.append(
+            TrialGroup(
+                name=name,
+                cells={trial: tuple(cell.name for cell in alike) for trial, alike in trials.items()},
+                rungs=(*definition.search.rungs_before(steps), steps),
+            )
+        )
+    return found
+
+
+def _search_faults(definition: Definition, search: SearchSection, cells: Sequence[Cell]) -> Iterator[str]:
+    """What is wrong with a search beside the configurations of its cells; one line for each mistake."""
+    by_name = {cell.name: cell for cell in cells}
+    for group in groups_of(definition, cells):
+        configs = [by_name[name].config for alike in group.cells.values() for name in alike]
+        sets = configs[0].data.validation
+        if search.validation is not None and (search.validation not in sets or not configs[0].train.validate_every):
+            there = ", ".join(sets) or "none"
+            yield (
+                f"{group.name}: search.metric = {search.metric}: no validation measures it (sets of data.validation: "
+                f"{there}; train.validate_every = {configs[0].train.validate_every}); set both"
+            )
+        if len(lengths := {config.total_steps for config in configs}) > 1:
+            yield (
+                f"{group.name}: search.parameters: trials have {min(lengths)} to {max(lengths)} steps, which cannot be "
+                "compared; make the key that changes the length an axis, or set train.steps"
+            )
+            continue
+        if search.method != "successive_halving":
+            continue
+        rungs, total = search.rungs_before(configs[0].total_steps), configs[0].total_steps
+        key = "search.min_steps" if search.rungs is None else "search.rungs"
+        if not rungs or rungs[-1] >= total:
+            late = rungs[-1] if rungs else search.min_steps
+            yield f"{group.name}: {key}: step {late} is not before the last one, {total}; use fewer steps"
+        elif (warmup := max(config.optimizer.warmup_steps for config in configs)) > rungs[0]:
+            yield (
+                f"{group.name}: {key}: the rung at step {rungs[0]} is within the warm-up (optimizer.warmup_steps = "
+                f"{warmup}), where no trial has its learning rate; use {warmup + 1} or more"
+            )
 
 
 def _sweep_cells(definition: Definition) -> Iterator[_Made]:

@@ -1,4 +1,4 @@
-"""The format of STUDY.toml: a base configuration, axes, rules, a sweep, and the fit of laws.
+"""The format of STUDY.toml: a base configuration, axes, rules, a sweep or a search, and the fit of laws.
 
 [base]                              shared by all cells, as in a run's file
 extends = ["recipe/stdlib"]
@@ -29,8 +29,10 @@ from lightscale.config.shipped import STUDIES, study_names
 from lightscale.config.text import path_fault
 from lightscale.config.toml import read_toml
 from lightscale.errors import UserError, shortened
+from lightscale.study.search.section import ParameterSection, SearchSection, search_faults
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
+_VALUE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)+")
 _MOST_VALUES = 1000
 
@@ -85,9 +87,10 @@ class SweepSection(Section):
 class _File(Section):
     study: AboutSection = AboutSection()
     base: _Table = Field(default={})
-    axes: Annotated[dict[str, Any], Field(min_length=1, max_length=20)]
+    axes: Annotated[dict[str, Any], Field(max_length=20)] = Field(default={})
     rules: list[CellRule] = Field(default=[], max_length=_MOST_VALUES)
     sweep: SweepSection | None = None
+    search: SearchSection | None = None
     fit: FitSection = FitSection()
     launch: _Table = Field(default={})
     """[launch] as in a run's file, for schedulers."""
@@ -116,6 +119,11 @@ class Axis:
         """The value of this name, or None."""
         return next((one for one in self.values if one.written == written), None)
 
+    @property
+    def is_of_seeds(self) -> bool:
+        """Whether its values differ in nothing but the seed."""
+        return all(value.table.keys() == {"train"} and value.table["train"].keys() == {"seed"} for value in self.values)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
@@ -127,6 +135,7 @@ class Definition:
     axes: tuple[Axis, ...]
     rules: tuple[CellRule, ...]
     sweep: SweepSection | None
+    search: SearchSection | None
     fit: FitSection
 
     @property
@@ -170,9 +179,11 @@ def read_definition(given: Path) -> Definition:
         axes=axes,
         rules=tuple(file.rules),
         sweep=file.sweep,
+        search=file.search,
         fit=file.fit,
     )
-    if faults := [*_name_faults(axes), *_rule_faults(definition), *_sweep_faults(definition)]:
+    checks = _name_faults, _rule_faults, _sweep_faults, _search_faults
+    if faults := [fault for check in checks for fault in check(definition)]:
         raise UserError("\n".join(f"{path}: {fault}" for fault in faults))
     return definition
 
@@ -213,7 +224,8 @@ def _axis(path: Path, name: str, values: Any) -> Axis:
     )
 
 
-def _name_faults(axes: tuple[Axis, ...]) -> Iterator[str]:
+def _name_faults(definition: Definition) -> Iterator[str]:
+    axes = definition.axes
     names = [axis.name for axis in axes]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -253,6 +265,35 @@ def _sweep_faults(definition: Definition) -> Iterator[str]:
             yield f"sweep: the axis {axis.name} must be in per, or have one of its values in at"
 
 
+def _search_faults(definition: Definition) -> Iterator[str]:
+    search = definition.search
+    if search is None:
+        if not definition.axes:
+            yield "axes is missing; only a study with [search] needs none"
+        return
+    if definition.sweep is not None:
+        yield "[search] and [sweep] exclude each other: a search trains no cells with what it finds; remove either"
+    yield from search_faults(search)
+    if definition.axis("trial") is not None:
+        yield "axes.trial: a search numbers its trials by this name; rename the axis"
+    for key, parameter in search.parameters.items():
+        if not _KEY.fullmatch(key):
+            yield f'search.parameters.{shortened(key)}: must be a key of the configuration in quotes, "optimizer.lr"'
+        if any(_sets(value.table, key) for axis in definition.axes for value in axis.values):
+            yield f"search.parameters.{key}: an axis sets it too; remove either"
+        if wrong := [one for one in parameter.values or () if not _VALUE_NAME.fullmatch(value_name(key, one))]:
+            yield (
+                f"search.parameters.{key}: the value {shown_value(wrong[0])} becomes part of a folder's name; use "
+                "letters, digits, '_', '.', '+' and '-'"
+            )
+
+
+def _sets(table: _Table, key: str) -> bool:
+    first, _, rest = key.partition(".")
+    inner = table.get(first)
+    return first in table and (not rest or (isinstance(inner, dict) and _sets(inner, rest)))
+
+
 def _value_faults(definition: Definition, where: str, name: str, wanted: Scalar | list[Scalar]) -> Iterator[str]:
     axis = definition.axis(name)
     if axis is None:
@@ -273,5 +314,17 @@ def _explain(path: Path, item: dict[str, Any]) -> str:
     if item["type"] == "missing":
         return f"{path}: {key} is missing"
     if item["type"] == "extra_forbidden":
-        return f"{path}: unknown key {shortened(key)}; the keys are {', '.join(_File.model_fields)}"
+        return f"{path}: unknown key {shortened(key)}; {_known(item['loc'])}"
     return f"{path}: {shortened(key)} = {shown_value(item['input'])}: {str(item['msg']).lower()}"
+
+
+def _known(unknown: tuple[int | str, ...]) -> str:
+    """The keys that could stand where `unknown` does."""
+    section: type[Section] = _File
+    if unknown[0] == "search":
+        section = SearchSection
+        if unknown[1] == "parameters":
+            section, key = ParameterSection, str(unknown[2])
+            if not _KEY.fullmatch(key):
+                return f'write a key of the configuration in quotes, "{shortened(key)}.{shortened(str(unknown[3]))}"'
+    return f"the keys are {', '.join(section.model_fields)}"

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.config.step_tokens import StepTokens
-from lightscale.runs.run_directory import RunDirectory, read_lines
+from lightscale.errors import UserError
+from lightscale.runs.run_directory import GAVE_UP_EVENT, RunDirectory, read_lines
 from lightscale.study.counts import CellCounts
 
 MOST_POINTS = 1000
@@ -70,6 +71,38 @@ def run_curve(run: RunDirectory, counts: CellCounts, step_tokens: StepTokens, *,
         loss=steps.loss[chosen],
         smoothed=smooth(steps.tokens, steps.loss, chosen, factor=smoothing),
     )
+
+
+def training_loss(run: RunDirectory, step_tokens: StepTokens, *, step: int, smoothing: float) -> float:
+    """The loss of `run` at `step`, smoothed over the steps before; infinite where that of `step` is not finite."""
+    events = read_lines(run.events)
+    lines = [line for line in read_lines(run.metrics) if line["step"] <= step]
+    last = (kept_lines(events, lines) or [{"step": 0}])[-1]
+    if last["step"] != step:
+        raise UserError(f"{run.metrics}: step {step} is not readable; restore the file")
+    steps = _steps(events, lines, step_tokens)
+    if not len(steps.step) or (last.get("loss") is None and "skipped" not in last):
+        return math.inf
+    return float(smooth(steps.tokens, steps.loss, np.array([len(steps.step) - 1]), factor=smoothing)[0])
+
+
+def validation_loss(run: RunDirectory, name: str, *, step: int) -> float:
+    """The newest loss of `run` at `step` on the validation set `name`; infinite where it is not finite."""
+    lines = (line.get("validation", {}) for line in read_lines(run.metrics) if line["step"] == step)
+    found = [sets[name] for sets in lines if name in sets]
+    if not found:
+        raise UserError(f"{run.metrics}: step {step} has no loss of the validation set {name}; restore the file")
+    loss = found[-1].get("loss")
+    return math.inf if loss is None else float(loss)
+
+
+def gave_up(run: RunDirectory) -> str | None:
+    """Why the guard of `run` gave up in its last attempt, which has ended; None: it did not."""
+    status, last = run.read_status(), run.attempt
+    if status is None or status.status != "stopped":
+        return None
+    events = (event for event in read_lines(run.events) if event["attempt"] == last)
+    return next((str(event["reason"]) for event in events if event["event"] == GAVE_UP_EVENT), None)
 
 
 def kept_lines(events: Iterable[_Record], lines: Iterable[_Record]) -> list[_Record]:

@@ -73,8 +73,11 @@ class Here(CellLauncher):
             self._children[cell.name] = None
             return
         run.path.parent.mkdir(parents=True, exist_ok=True)
-        run.create(cell.config)
+        run.create(cell.job)
         command = [sys.executable, "-m", "lightscale", "train", str(run.config), "--run", str(run.path)]
+        if cell.trial is not None:
+            # The run may have ended at an earlier rung.
+            command.append(f"train.stop_step={cell.job.train.stop_step or 'none'}")
         if self._processes is not None:
             command += ["--processes", str(self._processes)]
         log = self._study.log(cell)
@@ -136,7 +139,7 @@ class Through(CellLauncher):
         run = self._study.run(cell)
         if live_jobs(recorded_jobs(run)):
             return
-        submit_run(cell.config, JobRequest(run=run, settings=self._settings), scheduler=self._scheduler)
+        submit_run(cell.job, JobRequest(run=run, settings=self._settings), scheduler=self._scheduler)
 
     def has_ended(self, cell: Cell) -> bool:
         """See `CellLauncher`. A scheduler that does not answer is asked again later."""

@@ -29,6 +29,8 @@ class Outcome:
     """Cells finished now or before."""
     failed: dict[str, str] = field(default_factory=dict)
     """Failed cells with their reasons."""
+    stopped: dict[str, str] = field(default_factory=dict)
+    """Cells that a search has stopped before their last steps, with its reasons; also those that diverged."""
     left: list[str] = field(default_factory=list)
     """Cells that the same command trains later."""
 
@@ -72,7 +74,8 @@ class StudyRunner:
                     break
                 self._collect()
                 time.sleep(_POLL_S)
-        ended = {*self._outcome.finished, *self._outcome.failed}
+        self._outcome.stopped = {cell.name: cell.stopped for cell in self._cells if cell.stopped is not None}
+        ended = {*self._outcome.finished, *self._outcome.failed, *self._outcome.stopped}
         self._outcome.left = [cell.name for cell in self._cells if cell.name not in ended]
         return self._outcome
 
@@ -83,9 +86,10 @@ class StudyRunner:
         for part in ("sweep", "main"):
             # With the sweep's own cells finished, the others may wait for nothing any more.
             for cell in (cell for cell in self._wanted() if cell.part == part and not cell.is_pending):
+                self._study.add_score(cell)
                 if self._study.finish(cell):
                     self._outcome.finished.append(cell.name)
-        self._cells = self._wanted()
+        self._look_again()
         if self._outcome.finished:
             self._say(f"{len(self._outcome.finished)} of {len(self._cells)} cells are finished already")
 
@@ -93,7 +97,8 @@ class StudyRunner:
         if self._stopping is not None or len(self._running) >= self._jobs:
             return
         begun = {*self._outcome.finished, *self._outcome.failed, *self._outcome.left, *self._running}
-        waiting = (cell for cell in self._cells if cell.name not in begun and not cell.is_pending)
+        ready = (cell for cell in self._cells if not cell.is_pending and cell.stopped is None)
+        waiting = (cell for cell in ready if cell.name not in begun)
         for cell in waiting:
             # A signal may come between two of them.
             if self._stopping is not None or len(self._running) >= self._jobs:
@@ -114,21 +119,29 @@ class StudyRunner:
             if not self._launcher.has_ended(cell):
                 continue
             del self._running[name]
+            self._study.add_score(cell)
             if self._study.finish(cell):
                 self._outcome.finished.append(name)
                 record = self._study.finished_record(cell)
                 assert record is not None
-                if cell.part == "sweep":
-                    # It may have chosen for others.
-                    self._cells = self._wanted()
                 took = duration(time.monotonic() - self._began[name])
                 done = f"{len(self._outcome.finished)} of {len(self._cells)}"
                 self._say(f"{name}: finished, loss {record['smoothed']:.4f}, after {took} here ({done})")
+            elif (score := self._study.score(cell)) is not None:
+                self._say(f"{name}: {score.text()}")
             elif (failure := self._launcher.failure(cell)) is not None:
                 self._fail(cell, failure)
             else:
                 self._outcome.left.append(name)
                 self._say(f"{name}: stopped; the same command continues it")
+            if cell.part == "sweep" or cell.trial is not None:
+                # It may have chosen for others.
+                self._look_again()
+
+    def _look_again(self) -> None:
+        for decision in self._study.decide():
+            self._say(decision.text())
+        self._cells = self._wanted()
 
     def _fail(self, cell: Cell, reason: str) -> None:
         self._outcome.failed[cell.name] = reason

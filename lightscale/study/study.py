@@ -4,6 +4,7 @@
     STUDY/runs/CELL/        an ordinary run for each cell
     STUDY/logs/CELL.log     output of its launcher
     STUDY/cells/CELL.json   of an ended cell: size, compute, last loss, evaluation; CELL.csv: its curve
+    STUDY/search.jsonl      of a search: losses at rungs, and decisions
     STUDY/curves.parquet    all curves
     STUDY/fit.json, STUDY/report.html
 
@@ -11,8 +12,9 @@ A cell with both files in cells/ is finished: its run may be removed.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from lightscale.errors import UserError, shortened
 from lightscale.files import read_regular
 from lightscale.records import trained_stores
 from lightscale.runs.run_directory import RunDirectory, write_atomically
-from lightscale.study.cells import Cell, Choice, make_cells
+from lightscale.study.cells import Cell, Choice, groups_of, make_cells
 from lightscale.study.counts import CellCounts, count
 from lightscale.study.curve_files import read_curve, write_curve
 from lightscale.study.definition import Definition, read_definition
-from lightscale.study.history import RunCurve, run_curve
+from lightscale.study.history import RunCurve, gave_up, run_curve, training_loss, validation_loss
 from lightscale.study.scores import newest_scores
+from lightscale.study.search.halving import Halving
+from lightscale.study.search.records import Decision, RungScore, SearchRecords
 
 STUDIES = Path("studies")
 _FORMAT = 1
@@ -65,7 +69,12 @@ class Study:
         self.path = directory or STUDIES / self.definition.name
         self._counts: dict[str, CellCounts] = {}
         # Before any record is looked at: a mistake in the file is the first thing to say.
-        make_cells(self.definition)
+        cells, search = make_cells(self.definition), self.definition.search
+        self._trials = cells if search is not None else []
+        self.halving: Halving | None = None
+        if search is not None:
+            records = SearchRecords(self.path / "search.jsonl")
+            self.halving = Halving(groups_of(self.definition, cells), search.factor, records)
 
     @property
     def record_path(self) -> Path:
@@ -87,7 +96,12 @@ class Study:
         return self._counts[cell.name]
 
     def cells(self) -> list[Cell]:
-        """All cells, with the values that the sweep has chosen so far."""
+        """All cells, with the values that the sweep has chosen so far, or the steps that the search has."""
+        if self.halving is not None:
+            self.halving.records.reload()
+            found = self.halving.next_of_cells()
+            after = ((cell, found[cell.name]) for cell in self._trials)
+            return [replace(cell, until=one.until, is_pending=one.waits, stopped=one.stopped) for cell, one in after]
         first = make_cells(self.definition)
         chosen = {one.choice: one.value for one in self.choices(first) if one.value is not None}
         return make_cells(self.definition, chosen) if chosen else first
@@ -117,14 +131,23 @@ class Study:
         for folder in (self.path / "runs", self.path / "logs", self.path / "cells"):
             folder.mkdir(parents=True, exist_ok=True)
         record = {"format": _FORMAT, "study": self.definition.name, "cells": self._digests()}
+        if self.definition.search is not None:
+            record["search"] = self._rules()
         write_atomically(self.record_path, json.dumps(record, indent=1) + "\n")
 
     def check(self, *, extend: bool = False) -> None:
         """Raise `UserError` if the directory holds another study or an unreadable record."""
-        recorded = self._recorded()
-        if recorded is None:
+        record = self._recorded()
+        if record is None:
             return
-        now = self._digests()
+        recorded, now = record["cells"], self._digests()
+        rules = self._rules()
+        before = record.get("search", rules)
+        if others := [key for key, value in rules.items() if before.get(key) != value]:
+            raise UserError(
+                f"{self.path} holds a search with {others[0]} = {json.dumps(before.get(others[0]))}, by which it has "
+                f"chosen so far; restore it in {self.definition.path}, or use another directory with --dir"
+            )
         gone = [name for name in recorded if name not in now]
         changed = [name for name, digest in recorded.items() if now.get(name, digest) != digest]
         added = [name for name in now if name not in recorded]
@@ -167,6 +190,8 @@ class Study:
     def finish(self, cell: Cell) -> bool:
         """Write the records of `cell` if its run has ended; returns whether it is finished."""
         run = self.run(cell)
+        if (score := self.score(cell)) is not None and not math.isfinite(score.loss):
+            return False
         if not run.config.exists() or not run.is_finished(cell.config):
             return self.finished_record(cell) is not None
         # Raises where it is a run of another configuration.
@@ -182,6 +207,7 @@ class Study:
             "digest": cell.digest,
             "part": cell.part,
             "values": dict(cell.values),
+            "searched": None if cell.trial is None else cell.trial.values,
             "architecture": cell.architecture,
             **asdict(counts),
             "lr": cell.config.optimizer.lr,
@@ -195,6 +221,41 @@ class Study:
         write_atomically(folder / f"{cell.name}.json", json.dumps(record, indent=1) + "\n")
         return True
 
+    def score(self, cell: Cell) -> RungScore | None:
+        """The recorded loss of a trial at the step `until`; None: it has none, or the study has no search."""
+        if self.halving is None or cell.until is None:
+            return None
+        return self.halving.records.scores.get((cell.name, cell.until))
+
+    def add_score(self, cell: Cell) -> None:
+        """Record the loss of a trial if its run has reached the step `until` or diverged; under `study_lock`."""
+        run, step = self.run(cell), cell.until
+        if self.halving is None or step is None or self.score(cell) is not None or not run.config.exists():
+            return
+        if run.is_finished(cell.job):
+            # Raises where it is a run of another configuration.
+            run.changes(cell.config)
+            loss = self._loss(cell, step)
+            reason = "" if math.isfinite(loss) else f"the loss is not finite at step {step}"
+        elif (fault := gave_up(run)) is not None:
+            loss, reason = math.inf, fault
+        else:
+            return
+        self.halving.records.add_score(RungScore(cell=cell.name, step=step, loss=loss, reason=reason))
+
+    def decide(self) -> Iterator[Decision]:
+        """Make and record the decisions of a search that its scores allow; under `study_lock`."""
+        if self.halving is not None:
+            yield from self.halving.decide()
+
+    def _loss(self, cell: Cell, step: int) -> float:
+        search = self.definition.search
+        assert search is not None
+        if search.validation is not None:
+            return validation_loss(self.run(cell), search.validation, step=step)
+        smoothing = self.definition.about.smoothing
+        return training_loss(self.run(cell), cell.config.step_tokens, step=step, smoothing=smoothing)
+
     def curve(self, cell: Cell, *, from_run: bool = False) -> RunCurve | None:
         """The curve of `cell`, finished or in progress; None before its first step."""
         if not from_run and self.finished_record(cell) is not None:
@@ -203,10 +264,18 @@ class Study:
             self.run(cell), self.counts(cell), cell.config.step_tokens, smoothing=self.definition.about.smoothing
         )
 
+    def _rules(self) -> dict[str, Any]:
+        """Keys that decide what a search chooses, beside those of its cells; {} without a search."""
+        search = self.definition.search
+        if search is None:
+            return {}
+        rules = {f"search.{key}": value for key, value in search.rules().items()}
+        return rules | {"study.smoothing": None if search.validation else self.definition.about.smoothing}
+
     def _digests(self) -> dict[str, str]:
         return {cell.name: cell.digest for cell in make_cells(self.definition)}
 
-    def _recorded(self) -> dict[str, str] | None:
+    def _recorded(self) -> dict[str, Any] | None:
         try:
             value = json.loads(read_regular(self.record_path, what="the record of a study", most_bytes=_MOST_BYTES))
         except FileNotFoundError:
@@ -218,7 +287,10 @@ class Study:
         cells = value.get("cells") if isinstance(value, dict) and value.get("format") == _FORMAT else None
         if not isinstance(cells, dict) or not all(isinstance(one, str) for one in cells.values()):
             raise UserError(f"{self.record_path}: not the record of a study; restore it")
-        return cells
+        assert isinstance(value, dict)
+        if not isinstance(value.get("search", {}), dict):
+            raise UserError(f"{self.record_path}: not the record of a study; restore it")
+        return value
 
 
 def _names(names: Sequence[str]) -> str:

@@ -21,6 +21,20 @@ model.vocab_size = 64
 optimizer = { lr = 3e-3, schedule = "constant", warmup_steps = 2 }
 train = { steps = 40, global_batch_size = 4, micro_batch_size = 4 }
 """
+SMALL = BASE.replace(
+    "model.vocab_size = 64",
+    "\n".join(
+        f"model.{key} = {value}"
+        for key, value in {
+            "mixer": '"tnl"',
+            "num_layers": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "vocab_size": 64,
+        }.items()
+    ),
+)
 TINY = """
 [axes.architecture.tnl]
 extends = "arch/tnl"

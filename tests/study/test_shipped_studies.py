@@ -19,8 +19,8 @@ def cells(name: str) -> dict[str, Cell]:
 
 def test_the_shipped_studies_are_those() -> None:
     names = ["ablation-two-cores", "aspect-ratio", "aspect-ratio-two-cores", "characters-two-cores", "context-length"]
-    names.append("eight-mixers-two-cores")
-    assert study_names() == [*names, "listops-two-cores", "masked-two-cores", "scaling-law", "two-cores"]
+    names += ["eight-mixers-two-cores", "listops-two-cores", "masked-two-cores", "scaling-law", "search-two-cores"]
+    assert study_names() == [*names, "two-cores"]
 
 
 def test_the_ablation_switches_one_thing_at_a_time() -> None:
@@ -113,6 +113,15 @@ def test_two_cores_is_small_and_whole() -> None:
     assert all(10_000 <= count(cell.config).parameters <= 500_000 for cell in main)
     # A sweep of its own for every architecture.
     assert len({cell.choice for cell in found.values() if cell.part == "sweep"}) == 5
+
+
+def test_a_search_of_two_cores_gives_each_mixer_the_same_trials() -> None:
+    found = cells("search-two-cores")
+    rates: dict[str, list[float]] = {}
+    for cell in found.values():
+        rates.setdefault(cell.architecture, []).append(cell.config.optimizer.lr)
+        assert count(cell.config).parameters == pytest.approx(85e3, rel=0.05), cell.name
+    assert rates["tnl"] == rates["hgrn2"] == rates["llama"] and len(set(rates["tnl"])) == 12
 
 
 def test_lightnets_own_recipes() -> None:

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         needing("lightscale.study.fit_output").fit_points(args)
         return 0
     study = the_study(args)
+    if study.definition.search is not None:
+        raise UserError(f"{study.definition.path}: a study with [search] has no laws; use `lightscale study search`")
     study.require()
     needing("lightscale.study.fit_output").fit_study(study, args)
     return 0

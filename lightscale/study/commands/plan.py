@@ -46,10 +46,33 @@ def run(args: argparse.Namespace) -> int:
         }
         if hours and all(value is not None for value in hours.values()):
             totals["hours"] = sum(value for value in hours.values() if value is not None)
+        if (halved := _with_stops(study)) is not None:
+            totals |= {"tokens_with_stops": halved[0], "flops_with_stops": halved[1]}
         print(json.dumps({"study": study.definition.name, "nodes": args.nodes, "cells": records, "total": totals}))
     else:
         _show(study, cells, hours, args.nodes)
     return 0
+
+
+def _with_stops(study: Study) -> tuple[int, float] | None:
+    """Tokens and FLOPs of a search where its rungs stop trials; None: they stop none."""
+    search, halving = study.definition.search, study.halving
+    if search is None or halving is None or search.method != "successive_halving":
+        return None
+    cells = {cell.name: cell for cell in study.cells()}
+    tokens, flops = 0.0, 0.0
+    for group in halving.groups:
+        every = [cells[name] for names in group.cells.values() for name in names]
+        competing, before = len(group.cells), 0
+        for step in group.rungs:
+            # Which trials go on is not known: the mean of all.
+            share = competing / len(group.cells)
+            for cell in every:
+                of_cell = cell.config.step_tokens.after(step) - cell.config.step_tokens.after(before)
+                tokens += share * of_cell
+                flops += share * of_cell * study.counts(cell).flops_per_token
+            competing, before = halving.num_kept(competing), step
+    return round(tokens), flops
 
 
 def _all_hours(cells: list[Cell], nodes: int) -> dict[str, float | None]:
@@ -100,6 +123,8 @@ def _show(study: Study, cells: list[Cell], hours: dict[str, float | None], nodes
         f"{len(cells):,} cells, {sum(one.tokens for one in every):.3g} tokens, {sum(one.flops for one in every):.3g} "
         f"FLOPs, {size_text(sum(one.kept_bytes for one in every))} kept"
     )
+    if (halved := _with_stops(study)) is not None:
+        console.print(f"With the stops of successive halving: {halved[0]:.3g} tokens, {halved[1]:.3g} FLOPs")
     if nodes:
         known = [value for value in hours.values() if value is not None]
         rest = f"; {len(hours) - len(known)} do not fit in any layout" if len(known) < len(hours) else ""

@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --scheduler: GPUs per node")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.epilog = (
-        "Exit codes: 0 all cells are finished; 75 stopped, the same command continues; 1 some cells failed. Each cell "
-        "is a run in STUDY/runs. On GPUs use --scheduler local, which assigns GPUs to each run."
+        "Exit codes: 0 all cells are finished, or stopped by a search; 75 stopped, the same command continues; 1 some "
+        "cells failed. Each cell is a run in STUDY/runs. On GPUs use --scheduler local, which assigns GPUs to each run."
     )
 
 
@@ -103,9 +103,9 @@ def _check(study: Study, cells: list[Cell], settings: LaunchSettings) -> None:
     for cell in cells:
         record = study.finished_record(cell)
         try:
-            if record is None:
+            if record is None and cell.stopped is None:
                 check_run(cell.config, settings.nodes * settings.ranks_per_node, study.run(cell))
-            elif fingerprint := record.get("store"):
+            elif record is not None and (fingerprint := record.get("store")):
                 check_trained_on(cell.config, str(fingerprint))
         except UserError as error:
             faults.setdefault(str(error), []).append(cell.name)
@@ -124,6 +124,7 @@ def _report(args: argparse.Namespace, study: Study, outcome: Outcome) -> int:
                     "exit_code": code,
                     "finished": sorted(outcome.finished),
                     "failed": outcome.failed,
+                    "stopped": outcome.stopped,
                     "left": outcome.left,
                 }
             )
@@ -131,7 +132,11 @@ def _report(args: argparse.Namespace, study: Study, outcome: Outcome) -> int:
         return code
     for name, reason in outcome.failed.items():
         print(f"failed: {name}: {reason}")
+    for name, reason in outcome.stopped.items():
+        print(f"{name}: {reason}")
+    stopped = f", {len(outcome.stopped)} stopped by the search" * bool(outcome.stopped)
     print(
         f"{study.path}: {len(outcome.finished)} cells finished, {len(outcome.failed)} failed, {len(outcome.left)} left"
+        f"{stopped}"
     )
     return code

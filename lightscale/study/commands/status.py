@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -27,7 +28,8 @@ class CellStatus:
 
     name: str
     state: str
-    """finished, running, stopped (a new start continues it), failed, waits for the sweep, or new."""
+    """finished, running, stopped (a new start continues it), failed, lost (stopped by the search), waits for others
+    (at a rung), waits for the sweep, or new."""
     step: int
     steps: int
     loss: float | None
@@ -80,6 +82,10 @@ class _View:
         record = self._study.finished_record(cell)
         if record is not None:
             return _line(cell, "finished", step=record["step"], loss=record["smoothed"])
+        if (score := self._study.score(cell)) is not None and (cell.stopped is not None or cell.is_pending):
+            loss = score.loss if math.isfinite(score.loss) else None
+            state = "waits for others" if cell.stopped is None else "lost"
+            return _line(cell, state, step=score.step, loss=loss, note=cell.stopped or "")
         if not run.config.exists():
             state = "waits for the sweep" if cell.is_pending else "failed" if failure else "new"
             return _line(cell, state, note=failure)
@@ -87,6 +93,9 @@ class _View:
         summary = reader.summary(time.time())
         states = {"running": "running", "finished": "finished", "stopped": "failed", "damaged": "failed"}
         state = states.get(summary.state, "failed" if failure and not summary.step else "stopped")
+        if state == "finished" and cell.trial is not None:
+            # It has ended at an earlier rung.
+            state = "stopped"
         left_s = None
         if state == "running" and summary.tokens_per_s:
             left_s = (cell.config.total_tokens - cell.config.step_tokens.after(summary.step)) / summary.tokens_per_s

@@ -2,12 +2,13 @@
 
 import argparse
 
-from lightscale.study.commands import fit, plan, report, run_cells, status
+from lightscale.study.commands import fit, plan, report, run_cells, search, status
 
 _COMMANDS = {
     "plan": (plan, "show cells, parameters, FLOPs, tokens, kept bytes and hours of a study"),
     "run": (run_cells, "train the cells of a study, or continue it"),
     "status": (status, "show the progress of a study's cells"),
+    "search": (search, "show the trials of a study's search, and its best values"),
     "fit": (fit, "fit scaling laws to a study, or to points in a file"),
     "report": (report, "write a study's report as one HTML file"),
 }

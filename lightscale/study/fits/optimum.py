@@ -1,7 +1,12 @@
-"""The value with the least loss, such as a learning rate, by a parabola over its logarithm, with an interval."""
+"""The value with the least loss, such as a learning rate, by a parabola over its logarithm, with an interval.
+
+The losses of a value are those of its seeds. Each seed has a level of its own and all share the parabola: an amount
+that a seed adds to all of its losses moves no lowest point. The interval is Fieller's (J. R. Stat. Soc. B 16, 1954,
+175-185) for the ratio -b / 2a of two coefficients with normal errors, by the residuals of the fit.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +14,10 @@ from numpy.typing import NDArray
 from scipy.stats import t as students_t
 
 NEAR = 2
-"""Values on either side of the best one that the parabola is fitted to: further away a loss is none."""
-_PARAMETERS = 3
+"""Values on either side of the best one that the parabola is fitted to, at least."""
+FACTOR = 4.0
+"""It is fitted to all values within this factor of the best one too: further away a loss is no parabola."""
+_LEAST_VALUES = 3
 _SHARE = 0.95
 
 
@@ -20,56 +27,82 @@ class Optimum:
 
     value: float
     loss: float
+    """Of the parabola, the mean over seeds."""
     interval: tuple[float, float] | None
-    """95 % of the value, by the residuals of the fit; None: as few losses as the parabola has constants."""
+    """95 % of the value; None: no residual is left, or the curvature may be 0."""
+    values: tuple[float, ...]
+    """The values that the parabola is fitted to, ascending."""
+    curvature: float
+    """Coefficient of the squared logarithm, nats."""
 
     def text(self) -> str:
         """For tables."""
         around = "" if self.interval is None else " ({:.3g} to {:.3g})".format(*self.interval)
         return f"{self.value:.3g}{around}"
 
+    def at(self, value: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Losses of the parabola at `value`."""
+        return self.loss + self.curvature * np.log(value / self.value) ** 2
 
-def optimum(losses: Mapping[float, float]) -> Optimum | None:
-    """The lowest point of the parabola of loss over log value, through the values around the best one.
 
-    None where the best value is the first or last one, or the parabola opens downwards: the lowest point is elsewhere.
+def optimum(losses: Mapping[float, Sequence[float]]) -> Optimum | str:
+    """The lowest point of a parabola of loss over log value, through the values around the best one; a text: why none.
+
+    Args:
+        losses: of each value those of all seeds, in one order. A value with one that is not finite does not count.
     """
-    values = sorted(value for value in losses if value > 0 and math.isfinite(losses[value]))
-    if len(values) < _PARAMETERS:
-        return None
-    best = min(range(len(values)), key=lambda place: losses[values[place]])
+    values = sorted(value for value in losses if value > 0 and all(map(math.isfinite, losses[value])))
+    if len(values) < _LEAST_VALUES:
+        return f"a parabola needs the losses of {_LEAST_VALUES} values; there are {len(values)}"
+    means = [math.fsum(losses[value]) / len(losses[value]) for value in values]
+    best = means.index(min(means))
     if best in (0, len(values) - 1):
-        return None
-    near = values[max(0, best - NEAR) : best + NEAR + 1]
+        side = "least" if best == 0 else "greatest"
+        return f"the best value, {values[best]:.3g}, is the {side} one; add values beyond it"
+    near = [
+        place
+        for place, value in enumerate(values)
+        if abs(place - best) <= NEAR or 1 / FACTOR <= value / values[best] <= FACTOR
+    ]
     centre = math.log(values[best])
-    x = np.array([math.log(value) - centre for value in near])
-    y = np.array([losses[value] for value in near])
-    matrix = np.stack([x**2, x, np.ones_like(x)], axis=1)
-    curve, slope, level = constants = np.linalg.lstsq(matrix, y, rcond=None)[0]
+    seeds = len(losses[values[best]])
+    x = np.repeat([math.log(values[place]) - centre for place in near], seeds)
+    y = np.array([loss for place in near for loss in losses[values[place]]])
+    levels = np.tile(np.eye(seeds), (len(near), 1))
+    matrix = np.column_stack([x**2, x, levels])
+    constants = np.linalg.lstsq(matrix, y, rcond=None)[0]
+    curve, slope, level = float(constants[0]), float(constants[1]), float(constants[2:].mean())
     if curve <= 0:
-        return None
-    place = -slope / (2 * curve)
-    if not x[0] <= place <= x[-1]:
-        return None
+        return f"the losses around the best value, {values[best]:.3g}, do not rise on both sides: no positive curvature"
+    place_x = -slope / (2 * curve)
+    if not x[0] <= place_x <= x[-1]:
+        return f"the lowest point, {math.exp(centre + place_x):.3g}, is outside the values of the fit; add values there"
+    interval = _interval(matrix, y, constants)
     return Optimum(
-        value=math.exp(centre + place),
-        loss=float(level + slope * place + curve * place**2),
-        interval=_interval(matrix, y, constants, centre),
+        value=math.exp(centre + place_x),
+        loss=level + slope * place_x + curve * place_x**2,
+        interval=None if interval is None else (math.exp(centre + interval[0]), math.exp(centre + interval[1])),
+        values=tuple(values[place] for place in near),
+        curvature=curve,
     )
 
 
 def _interval(
-    matrix: NDArray[np.float64], y: NDArray[np.float64], constants: NDArray[np.float64], centre: float
+    matrix: NDArray[np.float64], y: NDArray[np.float64], constants: NDArray[np.float64]
 ) -> tuple[float, float] | None:
-    """By the error of -b / 2a to first order, with Student's quantile for the losses beyond three."""
-    freedom = len(y) - _PARAMETERS
+    """All x whose derivative b + 2 a x may be 0, within Student's quantile of its error; None: they have no ends."""
+    freedom = len(y) - matrix.shape[1]
     if freedom < 1:
         return None
-    curve, slope, _ = constants
     variance = float(np.square(y - matrix @ constants).sum()) / freedom
-    slopes = np.array([slope / (2 * curve**2), -1 / (2 * curve), 0.0])
-    error = math.sqrt(float(slopes @ np.linalg.inv(matrix.T @ matrix) @ slopes) * variance)
-    half = float(students_t.ppf((1 + _SHARE) / 2, freedom)) * error
-    place = centre - slope / (2 * curve)
+    errors = np.linalg.inv(matrix.T @ matrix)[:2, :2] * variance * float(students_t.ppf((1 + _SHARE) / 2, freedom)) ** 2
+    curve, slope = float(constants[0]), float(constants[1])
+    # (b + 2 a x)² <= t² (var b + 4 x cov + 4 x² var a), a quadratic inequality in x.
+    second = 4 * (curve**2 - errors[0, 0])
+    first = 4 * (curve * slope - errors[0, 1])
+    if second <= 0:
+        return None
+    root = math.sqrt(max(0.0, first**2 - 4 * second * (slope**2 - errors[1, 1])))
     # Wider than all numbers where the parabola is as good as flat.
-    return math.exp(max(place - half, -700.0)), math.exp(min(place + half, 700.0))
+    low, high = (-first - root) / (2 * second), (-first + root) / (2 * second)
+    return max(low, -300.0), min(high, 300.0)

@@ -60,7 +60,7 @@ def curves_picture(curves: Sequence[Curve], frontier: FrontierEstimate | None, t
     if frontier is not None:
         _draw_law(axes, frontier, "black", "envelope")
     axes.legend(fontsize=7, ncol=2)
-    return _svg(figure)
+    return svg_text(figure)
 
 
 def laws_picture(frontiers: Mapping[str, FrontierEstimate]) -> str:
@@ -85,7 +85,7 @@ def laws_picture(frontiers: Mapping[str, FrontierEstimate]) -> str:
                 label=f"{architecture}: C^{exponent:.3f}",
             )
         axes.legend(fontsize=6.5)
-    return _svg(figure)
+    return svg_text(figure)
 
 
 def isoflop_picture(estimate: IsoflopEstimate, title: str) -> str:
@@ -99,7 +99,7 @@ def isoflop_picture(estimate: IsoflopEstimate, title: str) -> str:
         axes.plot(np.exp(logs), np.polyval(one.coefficients, logs - one.centre), color=colour, linewidth=0.8)
         axes.plot([one.parameters], [one.loss], "x", color=colour, markersize=6)
     axes.legend(fontsize=6.5, ncol=2)
-    return _svg(figure)
+    return svg_text(figure)
 
 
 def lines_picture(lines: Sequence[Line], *, x: str, y: str, title: str = "", marked: bool = False) -> str:
@@ -112,7 +112,7 @@ def lines_picture(lines: Sequence[Line], *, x: str, y: str, title: str = "", mar
         )
     if lines:
         axes.legend(fontsize=7)
-    return _svg(figure)
+    return svg_text(figure)
 
 
 def dots_picture(rows: Sequence[Dots], *, x: str) -> str:
@@ -127,7 +127,7 @@ def dots_picture(rows: Sequence[Dots], *, x: str) -> str:
     axes.invert_yaxis()
     axes.set_xlabel(x)
     axes.grid(alpha=0.3, linewidth=0.4)
-    return _svg(figure)
+    return svg_text(figure)
 
 
 def _draw_law(axes: Axes, found: FrontierEstimate, colour: str, label: str) -> None:
@@ -172,7 +172,8 @@ def _thin(count: int, most: int = _MOST_POINTS) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, count - 1, num=min(count, most)).astype(np.int64))
 
 
-def _svg(figure: Figure) -> str:
+def svg_text(figure: Figure) -> str:
+    """The picture as SVG for HTML."""
     stream = io.StringIO()
     # Pictures share one HTML file: the names of their parts must differ. Text stays text.
     with matplotlib.rc_context({"svg.hashsalt": f"picture-{next(_numbered)}", "svg.fonttype": "none"}):

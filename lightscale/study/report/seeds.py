@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from lightscale.output.html import Html
 from lightscale.study.cells import Cell
-from lightscale.study.definition import Axis
 from lightscale.study.history import RunCurve
 from lightscale.study.report.pictures import Dots, Line, dots_picture, lines_picture
 from lightscale.study.study import Study
@@ -66,7 +65,7 @@ def add_seeds(html: Html, study: Study, cells: Sequence[Cell], curves: Mapping[s
 
 
 def _groups(study: Study, cells: Sequence[Cell], curves: Mapping[str, RunCurve]) -> Iterator[_Alike]:
-    seeds = {axis.name for axis in study.definition.axes if _is_of_seeds(axis)}
+    seeds = {axis.name for axis in study.definition.axes if axis.is_of_seeds}
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         if cell.part == "main" and cell.name in curves and study.finished_record(cell) is not None:
@@ -75,7 +74,3 @@ def _groups(study: Study, cells: Sequence[Cell], curves: Mapping[str, RunCurve])
     for name, alike in groups.items():
         found = [curves[cell.name] for cell in alike]
         yield _Alike(name=name, parameters=study.counts(alike[0]).parameters, curves=found)
-
-
-def _is_of_seeds(axis: Axis) -> bool:
-    return all(value.table.keys() == {"train"} and value.table["train"].keys() == {"seed"} for value in axis.values)

@@ -18,8 +18,10 @@ from lightscale.study.laws import BETWEEN, COUNTINGS, WINDOWS, ArchitectureLaws
 from lightscale.study.published import TABLE_3
 from lightscale.study.report.pictures import Line, curves_picture, isoflop_picture, laws_picture, lines_picture
 from lightscale.study.report.scores import add_scores
+from lightscale.study.report.search import add_search
 from lightscale.study.report.seeds import add_seeds
-from lightscale.study.study import Study
+from lightscale.study.search_results import search_results
+from lightscale.study.study import Study, SweepChoice
 
 _LAW_NAMES = ("loss", "parameters", "tokens")
 
@@ -37,27 +39,31 @@ def make_report(study: Study, *, draws: int | None, seed: int, now: datetime.dat
     curves = finish_all(study)
     if not curves:
         raise UserError(f"{study.path} has no curves yet; run `lightscale study run {study.definition.path}` first")
-    laws: list[ArchitectureLaws] = []
-    refusal = None
+    html = Html(f"Study {study.definition.name}")
+    cells = study.cells()
+    _add_beginning(html, study, cells, curves, now)
+    picture = None
+    if (search := study.definition.search) is not None:
+        # Trials differ in more than size and tokens: no law is one of theirs.
+        add_search(html, search, search_results(study))
+    else:
+        add_seeds(html, study, cells, curves)
+        picture = _fit_laws(html, study, curves, draws=draws, seed=seed)
+        _add_sweep(html, study, cells)
+        add_scores(html, study, cells, curves)
+    _add_cells(html, study, cells, curves)
+    return StudyReport(html.text(), picture)
+
+
+def _fit_laws(html: Html, study: Study, curves: dict[str, RunCurve], *, draws: int | None, seed: int) -> str | None:
     try:
         laws, _ = fit(study, curves, draws=draws, seed=seed)
     except UserError as error:
         # The curves and cells are worth a look all the same.
-        refusal = str(error)
-    html = Html(f"Study {study.definition.name}")
-    cells = study.cells()
-    _add_beginning(html, study, cells, curves, now)
-    add_seeds(html, study, cells, curves)
-    picture = None
-    if refusal is not None:
         html.heading("Laws")
-        html.lines(refusal)
-    else:
-        picture = _add_laws(html, laws)
-    _add_sweep(html, study, cells)
-    add_scores(html, study, cells, curves)
-    _add_cells(html, study, cells, curves)
-    return StudyReport(html.text(), picture)
+        html.lines(str(error))
+        return None
+    return _add_laws(html, laws)
 
 
 def _add_beginning(
@@ -188,7 +194,7 @@ def _add_sweep(html: Html, study: Study, cells: Sequence[Cell]) -> None:
             " ".join(one.choice) or "all",
             "—" if one.value is None else f"{one.value:g}",
             "—" if one.value is None else f"{one.losses[one.value]:.4f}",
-            "—" if one.missing or (fitted := optimum(one.losses)) is None else fitted.text(),
+            "—" if one.missing else _lowest(one),
             one.warning or (f"waits for {len(one.missing)} runs" if one.missing else ""),
         ]
         for one in choices
@@ -196,12 +202,21 @@ def _add_sweep(html: Html, study: Study, cells: Sequence[Cell]) -> None:
     html.table((", ".join(sweep.per) or "for", f"best {sweep.key}", "loss", "lowest point (95 %)", ""), rows)
 
 
+def _lowest(choice: SweepChoice) -> str:
+    found = optimum({value: [loss] for value, loss in choice.losses.items()})
+    return "—" if isinstance(found, str) else found.text()
+
+
 def _add_cells(html: Html, study: Study, cells: Sequence[Cell], curves: dict[str, RunCurve]) -> None:
     html.heading("Cells")
     rows = []
     for cell in cells:
         counts, curve = study.counts(cell), curves.get(cell.name)
-        state = "finished" if study.finished_record(cell) is not None else "waits" if curve is None else "on its way"
+        if cell.stopped is not None:
+            state = "lost"
+        else:
+            is_finished = study.finished_record(cell) is not None
+            state = "finished" if is_finished else "waits" if curve is None else "on its way"
         row = [cell.name, state, f"{counts.parameters:,}", f"{cell.config.optimizer.lr:g}"]
         if curve is None:
             rows.append([*row, "—", "—", "—", "—"])

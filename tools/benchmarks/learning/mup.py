@@ -1,8 +1,8 @@
 """The best learning rate of models of three widths, with µP and without it.
 
 Every run trains on fresh tokens of one drawn source and is measured on others; rates are a factor apart. The best rate
-of a width is the lowest point of a parabola in log rate through the losses around the least one. At the least width,
-both parametrisations are one model.
+of a width is the one that a study's search finds (`lightscale/study/fits/optimum.py`). At the least width, both
+parametrisations are one model.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from lightscale.config.schedules.registry import learning_rate
 from lightscale.config.schema import RunConfig
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.micro_batch import GivenMicroBatch
+from lightscale.study.fits.optimum import Optimum, optimum
 from lightscale.training.build import build_engine
 
 STANDARD, MUP = "standard", "mup"
@@ -31,8 +32,6 @@ CONTEXTS = 509
 """Pairs of tokens that the source tells apart; a prime, so that the tokens before spread over them."""
 FOLLOWED = 0.8
 """Share of tokens that follow from the two before."""
-NEAR = 2
-"""Points on either side of the least loss that the parabola goes through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +139,10 @@ def best(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         seeds = sorted({line["seed"] for line in own})
         rates = sorted({line["rate"] for line in own})
         table = np.array([[of(own, rate, seed) for rate in rates] for seed in seeds])
-        rate, loss = lowest(rates, table.mean(axis=0))
-        of_seeds = [lowest(rates, row)[0] for row in table]
-        found.append({"kind": kind, "width": width, "rate": rate, "loss": loss, "of_seeds": of_seeds})
+        rate, loss, interval = lowest(rates, table)
+        of_seeds = [lowest(rates, row[np.newaxis])[0] for row in table]
+        mark = {"kind": kind, "width": width, "rate": rate, "loss": loss, "interval": interval, "of_seeds": of_seeds}
+        found.append(mark)
     return found
 
 
@@ -152,18 +152,14 @@ def of(lines: Sequence[dict[str, Any]], rate: float, seed: int) -> float:
     return float(found)
 
 
-def lowest(rates: Sequence[float], losses: np.ndarray) -> tuple[float, float]:
-    """Rate and loss at the lowest point of the parabola around the least loss; at an end of the rates that one."""
-    least = int(losses.argmin())
-    near = slice(max(0, least - NEAR), least + NEAR + 1)
-    logs, values = np.log(rates)[near], losses[near]
-    finite = np.isfinite(values)
-    if least in (0, len(rates) - 1) or finite.sum() < 3:
-        return float(rates[least]), float(losses[least])
-    centre = math.log(rates[least])
-    curve, slope, level = np.polyfit(logs[finite] - centre, values[finite], 2)
-    place = float(np.clip(-slope / (2 * curve), -math.log(2), math.log(2))) if curve > 0 else 0.0
-    return math.exp(centre + place), float(level + slope * place + curve * place**2)
+def lowest(rates: Sequence[float], losses: np.ndarray) -> tuple[float, float, tuple[float, float] | None]:
+    """Rate, loss, 95 % interval of the lowest point; where there is none, the best rate. ``losses``: (seeds, rates)."""
+    found = optimum(dict(zip(rates, losses.T.tolist(), strict=True)))
+    if isinstance(found, Optimum):
+        return found.value, found.loss, found.interval
+    means = losses.mean(axis=0)
+    least = int(means.argmin())
+    return float(rates[least]), float(means[least]), None
 
 
 def spread(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -176,10 +172,11 @@ def spread(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def table(figures: dict[str, Any]) -> Table:
     """Best rates."""
-    shown = Table("parametrisation", "width", "best rate", "of seeds", "loss")
+    shown = Table("parametrisation", "width", "best rate", "95 %", "of seeds", "loss")
     for line in figures["best"]:
         seeds = ", ".join(f"{rate:.2e}" for rate in line["of_seeds"])
-        shown.add_row(line["kind"], str(line["width"]), f"{line['rate']:.2e}", seeds, f"{line['loss']:.4f}")
+        interval = "—" if line["interval"] is None else "{:.1e} to {:.1e}".format(*line["interval"])
+        shown.add_row(line["kind"], str(line["width"]), f"{line['rate']:.2e}", interval, seeds, f"{line['loss']:.4f}")
     shown.caption = ", ".join(f"{kind}: best rates within {ratio:.2f}" for kind, ratio in figures["spread"].items())
     return shown
 
