@@ -17,6 +17,7 @@ OPTIMIZERS = {
     "ademamix": f"{_PACKAGE}.ademamix:AdEMAMix",
     "schedulefree": f"{_PACKAGE}.schedulefree:ScheduleFree",
     "muon": f"{_PACKAGE}.muon:Muon",
+    "soap": f"{_PACKAGE}.soap:SOAP",
 }
 """Name to "module:class", a subclass of ``lightscale.parallel.optimizer_spec.OptimizerSpec``, in a module without
 torch."""

@@ -221,7 +221,7 @@ class OptimizerConfig(Section):
 
     name: str = DEFAULT_OPTIMIZER
     """Optimizer; adamw: weight decay apart from the gradient; adam: added to it; lion: signs; ademamix: two means;
-    schedulefree: an average in the place of a decay; muon: orthogonal matrices."""
+    schedulefree: an average in the place of a decay; muon: orthogonal matrices; soap: Adam in an eigenbasis."""
     lr: Small
     """Peak learning rate."""
     schedule: Literal[

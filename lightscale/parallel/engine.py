@@ -585,6 +585,7 @@ class Engine:
                 if owned is not None:
                     yield owned.weights
                     yield from owned.state.values()
+            yield from (shard.data for shard in self.optimizer.whole_shards())
 
     def gather_weights(self) -> None:
         """Make the weights those of the last step now, where they would be gathered in the next forward pass."""

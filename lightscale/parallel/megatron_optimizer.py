@@ -9,7 +9,7 @@ in pyproject.toml reads them again there. The structure they reach into: ``get_m
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -58,6 +58,17 @@ def _scale_key(label: str, label_of: Mapping[int, str]) -> ParamKey:
     return ParamKey(predicate=ParamPredicate(name=label, fn=lambda one: label_of.get(id(one)) == label))
 
 
+@contextmanager
+def widened(kept: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """State in fp32; what is left in it is kept, rounded."""
+    # Without a copy where it is fp32 already.
+    wide = {name: tensor.float() for name, tensor in kept.items()}
+    yield wide
+    for name, tensor in kept.items():
+        if tensor is not wide[name]:
+            tensor.copy_(wide[name])
+
+
 class ElementwiseSteps:
     """The steps of ``spec`` on this rank's parts, flat and in fp32, in the place of Megatron's Adam.
 
@@ -97,16 +108,9 @@ class ElementwiseSteps:
         for hook in self._behind:
             hook(self, (), {})
 
-    @contextmanager
-    def wide_state(self, weights: Tensor) -> Iterator[dict[str, Tensor]]:
-        """The state of a part in fp32; what is left in it is kept, rounded."""
-        kept = self.state[weights]
-        # Without a copy where it is fp32 already.
-        wide = {name: tensor.float() for name, tensor in kept.items()}
-        yield wide
-        for name, tensor in kept.items():
-            if tensor is not wide[name]:
-                tensor.copy_(wide[name])
+    def wide_state(self, weights: Tensor) -> AbstractContextManager[dict[str, Tensor]]:
+        """The state of a part, ``widened``."""
+        return widened(self.state[weights])
 
     def apply(self, weights: Tensor, direction: Tensor, *, lr: float, weight_decay: float) -> None:
         """Step ``weights`` (n,), in place."""

@@ -125,6 +125,8 @@ def optimizer_shards(
         tensors = {_WEIGHTS: one.owned.weights, **(one.owned.state if state else {})}
         for name, flat in tensors.items():
             yield _named(name, TensorShard(box=one.box, data=flat[one.own].view(one.box.sizes)))
+    if state:
+        yield from optimizer.whole_shards()
 
 
 def _begin(part: _WeightShard) -> int:

@@ -2,7 +2,7 @@
 
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightscale.parallel.megatron import DistributedDataParallel, TransformerConfig
 from lightscale.parallel.optimizer_spec import OptimizerSpec
+from lightscale.parallel.shards import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class Optimizer(ABC):
 
     The gradients are in ``parameter.main_grad``, reduced. If data and sequence ranks divide an optimizer's work, each
     holds the state of a contiguous part of every bucket of the flattened parameters. Its gradients are reduced only
-    there, and a step gathers the weights again. Every method but ``owned`` and ``counters`` is called by all ranks
-    together.
+    there, and a step gathers the weights again. Every method but ``owned``, ``whole_shards`` and ``counters`` is called
+    by all ranks together.
     """
 
     def __init__(
@@ -85,6 +86,13 @@ class Optimizer(ABC):
     @abstractmethod
     def owned(self, parameter: nn.Parameter) -> OwnedState | None:
         """State of ``parameter`` on this rank, not a copy; None if this rank has none."""
+
+    def whole_shards(self) -> Iterator[TensorShard]:
+        """State on this rank that is no part of a parameter's elements, whole and not copies, by names in checkpoints.
+
+        The numbers do not depend on the layout; which rank has a tensor may.
+        """
+        return iter(())
 
     @abstractmethod
     def counters(self) -> dict[str, float]:

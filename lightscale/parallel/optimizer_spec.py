@@ -31,6 +31,10 @@ def average_state(name: str) -> str:
     return f"{AVERAGE}{name}"
 
 
+WHOLE = "whole_"
+"""Begins the name, in checkpoints, of state of whole matrices: one row for a parameter, of no parameter's shape."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
     """Consecutive rows of a parameter that QK-clip scales by γ^power, of a head in a layer, both from 0."""
@@ -134,6 +138,10 @@ class OptimizerSpec(ABC):
         """Bytes of the state of an element of ``parameter``, without the fp32 weights of bf16 training."""
         return self.moment_bytes * len(self.step_state_of(parameter)) + _FP32_BYTES * len(self.ema)
 
+    def whole_bytes(self, parameter: str) -> int:
+        """Bytes of the state of ``parameter`` beside that of its elements; one rank keeps it."""
+        return 0
+
     @property
     def moment_bytes(self) -> int:
         """Bytes of an element of a tensor of ``state``."""
@@ -222,11 +230,14 @@ class MatrixSpec(ElementwiseSpec):
     """An ``ElementwiseSpec`` but for ``matrices``, whose direction is a function of a whole matrix.
 
     A step has two parts there: ``matrix_mean`` of every element alone, then ``matrix_direction`` of what it gives. In
-    between, each rank's elements are put together to matrices (``parallel/matrices``), each on one rank.
+    between, each rank's elements are put together to matrices (``parallel/matrices``), each on one rank. That rank may
+    keep state of the whole matrix (``whole_state``) from step to step.
     """
 
     matrices: Mapping[str, tuple[RowRanges, ...]] = field(default_factory=dict)
     """By the global name of a parameter, the rows of each matrix in it; every row belongs to one."""
+    columns: Mapping[str, int] = field(default_factory=dict)
+    """By the global name of a parameter, those of each matrix in it."""
     elementwise: tuple[str, ...] = ()
     """Patterns of names of matrices that are none of ``matrices``, and are stepped as all other parameters."""
     product_precision: Literal["bf16", "fp32"] = "bf16"
@@ -234,6 +245,11 @@ class MatrixSpec(ElementwiseSpec):
 
     matrix_state: ClassVar[tuple[str, ...]]
     """Those of ``state`` that ``matrices`` have; other parameters have the others."""
+    whole_moments: ClassVar[tuple[str, ...]] = ()
+    """Those names of ``whole_state`` that ``moments_dtype`` is of; others are fp32."""
+    steps_like_adam: ClassVar[bool] = False
+    """Whether matrices have Adam's constants: ``betas`` of a group, and µP's rates. Else singular values of directions
+    are near ``matrix_scale``."""
 
     implementation: ClassVar[str] = "lightscale.parallel.matrices.optimizer:MatrixOptimizer"
 
@@ -242,9 +258,28 @@ class MatrixSpec(ElementwiseSpec):
         is_matrix = parameter in self.matrices
         return tuple(name for name in self.state if (name in self.matrix_state) == is_matrix)
 
-    def matrix_shapes(self, parameter: str, columns: int) -> list[tuple[int, int]]:
+    def matrix_shapes(self, parameter: str) -> list[tuple[int, int]]:
         """(rows, columns) of each matrix in ``parameter``; none of one that has no matrices."""
-        return [(sum(last - first for first, last in one), columns) for one in self.matrices.get(parameter, ())]
+        return [
+            (sum(last - first for first, last in one), self.columns[parameter])
+            for one in self.matrices.get(parameter, ())
+        ]
+
+    def whole_state(self, rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        """Shapes of the state of a matrix (rows, columns) that the rank keeps that computes its directions, by name."""
+        return {}
+
+    def whole_bytes(self, parameter: str) -> int:
+        """See ``OptimizerSpec``."""
+        return sum(
+            rows * columns * (self.moment_bytes if name in self.whole_moments else _FP32_BYTES)
+            for matrix in self.matrix_shapes(parameter)
+            for name, (rows, columns) in self.whole_state(*matrix).items()
+        )
+
+    def step_flops(self, parameter: str) -> float:
+        """Operations of the directions of all matrices in ``parameter``."""
+        return sum(self.matrix_flops(*one) for one in self.matrix_shapes(parameter))
 
     @property
     def product_bytes(self) -> int:
@@ -253,7 +288,7 @@ class MatrixSpec(ElementwiseSpec):
 
     @abstractmethod
     def matrix_mean(self, gradient: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """(n,), a new tensor, the elements of what ``matrix_direction`` takes; changes ``state`` in place.
+        """(n,), the elements of what ``matrix_direction`` takes; changes ``state`` in place, and not the gradient.
 
         Args:
             gradient: (n,) of a part of a parameter; clipped, in fp32.
@@ -261,8 +296,14 @@ class MatrixSpec(ElementwiseSpec):
         """
 
     @abstractmethod
-    def matrix_direction(self, matrix: Tensor) -> Tensor:
-        """(rows, columns), in any number format -> the same shape; by methods of tensors alone."""
+    def matrix_direction(self, matrix: Tensor, state: Mapping[str, Tensor], step: int) -> Tensor:
+        """(rows, columns), in any number format -> the same shape; by methods of tensors alone.
+
+        Args:
+            matrix: what ``matrix_mean`` gives.
+            state: of ``whole_state``, in fp32, to be changed in place; zeros before step 1.
+            step: from 1 on.
+        """
 
     @abstractmethod
     def matrix_scale(self, rows: float, columns: float) -> float:

@@ -28,6 +28,7 @@ class Hardware:
 
     gpus_per_node: int = _number(8, "GPUs per node, each with its own NIC", _SHEET)
     peak_tflops: float = _number(989, "dense bf16 matrix products of a GPU, TFLOP/s", _SHEET)
+    fp32_tflops: float = _number(67, "fp32 matrix products of a GPU, TFLOP/s", _SHEET)
     memory_gib: float = _number(79.6, "memory of a GPU, GiB", "nvidia-smi, H100 SXM")
     reserved_gib: float = _number(6, "reserved for CUDA, NCCL and fragmentation, GiB")
     memory_gbytes_s: float = _number(3350, "memory bandwidth of a GPU, Gbytes/s", _SHEET)
@@ -97,6 +98,7 @@ A100 = Hardware(
     name="A100",
     sources={"memory_gib": "nvidia-smi, A100 SXM 80 GB", "nic_gbytes_s": "assumed: 200 Gbit/s"},
     peak_tflops=312,
+    fp32_tflops=19.5,
     memory_gib=80,
     memory_gbytes_s=2039,
     nvlink_gbytes_s=300,

@@ -6,6 +6,7 @@ from lightscale.config.layout import Layout
 from lightscale.config.schema import Attention, Exchange, Recompute, RunConfig
 from lightscale.kernels.operators import LOGITS_WORKSPACE_BYTES, loss_chunk_tokens
 from lightscale.models.accounting import padded_vocab_size, rank_parameters
+from lightscale.parallel.matrices.sharing import whole_state_bytes
 from lightscale.parallel.optimizer_spec import MatrixSpec
 from lightscale.planning.attention_ways import AttentionWay, attention_way
 from lightscale.planning.communication import RankGroup, exchange_buffer_bytes
@@ -70,6 +71,7 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         f"optimizer: {'' if fp32 else 'main weights and '}{state} in fp32{narrow}, sharded over the data and sequence "
         "ranks",
         *([_MATRICES] if isinstance(spec, MatrixSpec) else []),
+        *([_WHOLE] if isinstance(spec, MatrixSpec) and any(map(spec.whole_bytes, spec.matrices)) else []),
         *(sentence for kind, sentence in _KEPT.items() if searched or kind == config.train.recompute),
         "exchange along sequence: the gathered states of one layer, and each layer's incoming state; for softmax "
         "attention the keys and values of all ranks (gather), its own block and two others (ring), or those of some "
@@ -87,6 +89,10 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
     ]
 
 
+_WHOLE = (
+    "state of whole matrices (moments, preconditioner, eigenbases): each matrix on one rank of its stage; that of the "
+    "rank with the most is counted, QR as fast as products"
+)
 _MATRICES = (
     "step of matrices: they and what is computed of them, two or three times for a moment, in the precision of their "
     "products (bf16, or fp32); after the backward pass, when no activations are held: not counted"
@@ -154,6 +160,7 @@ def stage_memory(
     main = _FP32_BYTES if size < _FP32_BYTES else 0
     spec = optimizer_spec(config)
     state = sum(spec.state_bytes(name) * count for name, count in held.trained.items())
+    whole = whole_state_bytes(spec, held.trained, layout.tensor * layout.data * layout.sequence)
     tokens = layout.micro_batch_size * layout.rank_sequence_tokens
     again = held.recomputed(recompute, recompute_layers)
     ways = [attention_way(attention, layer, layout, size) for layer in held.layers]
@@ -165,7 +172,7 @@ def stage_memory(
         trained=trained,
         weights_bytes=size * parameters,
         gradients_bytes=_FP32_BYTES * trained,
-        optimizer_bytes=-(-(main * trained + state) // (layout.data * layout.sequence)),
+        optimizer_bytes=max(whole) - (-(main * trained + state) // (layout.data * layout.sequence)),
         activations_bytes=in_flight * tokens * _kept_bytes(work, held, again, layout, recompute, size) // layout.tensor,
         exchange_bytes=_exchange_bytes(
             layout, work, held, ways, again if recompute == "full" else (), in_flight, size, exchange, hardware

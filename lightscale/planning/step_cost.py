@@ -20,8 +20,8 @@ from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import AdapterConfig, Attention, Exchange, Recompute, RunConfig, TaskConfig
 from lightscale.kernels.operators import CostClass
 from lightscale.models.accounting import padded_vocab_size
-from lightscale.models.adapters import trained_shapes
 from lightscale.models.flops import training_flops_per_token
+from lightscale.parallel.matrices.sharing import whole_state_bytes
 from lightscale.parallel.optimizer_spec import MatrixSpec
 from lightscale.planning.attention_ways import attention_way
 from lightscale.planning.communication import RankGroup, all_gather_s, all_reduce_s, exchange_s
@@ -218,7 +218,6 @@ class _MicroBatchCost:
     ) -> None:
         self.work, self.hw, self.size = model.work, model.hardware, model.size
         self.optimizer = optimizer_spec(model.config)
-        self.shapes = trained_shapes(model.config)
         self.layout, self.exchange, self.attention = layout, exchange, attention
         self.recompute, self.recompute_layers = recompute, recompute_layers
         self.tokens = layout.micro_batch_size * layout.rank_sequence_tokens
@@ -454,12 +453,13 @@ class _MicroBatchCost:
     def _matrices_s(self, stage: StageWork, spec: MatrixSpec) -> float:
         """Time of the directions of whole matrices, which the ranks of a stage share out, and of their exchange."""
         held = {name: count for name, count in stage.trained.items() if name in spec.matrices}
-        columns = {name: shape[1] for name, shape in self.shapes.items() if name in held}
-        flops = [sum(spec.matrix_flops(*one) for one in spec.matrix_shapes(name, columns[name])) for name in held]
+        flops = [spec.step_flops(name) for name in held]
         ranks = self.replicas.ranks * self.layout.tensor
-        # bf16 as elsewhere: matrices of fp32 products are for comparisons.
         busiest = max([sum(flops) / ranks, *flops])
-        compute_s = busiest / (self.hw.peak_flops * self.hw.product_share)
+        peak_tflops = self.hw.peak_tflops if spec.product_precision == "bf16" else self.hw.fp32_tflops
+        compute_s = busiest / (peak_tflops * 1e12 * self.hw.product_share)
+        # State of whole matrices is read and written.
+        compute_s += 2 * max(whole_state_bytes(spec, held, ranks)) / self.hw.memory_bytes_s
         if ranks == 1:
             return compute_s
         link = self.replicas.collective(bulk=True)

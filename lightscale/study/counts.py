@@ -82,6 +82,7 @@ def _kept_bytes(config: RunConfig) -> int:
     if checkpoint.keep_every is not None:
         full += steps // checkpoint.keep_every
     weights = 0 if checkpoint.keep_weights_every is None else steps // checkpoint.keep_weights_every
-    full_bytes = _WEIGHT_BYTES * parameters + sum(spec.state_bytes(name) * n for name, n in elements.items())
+    state = sum(spec.state_bytes(name) * n + spec.whole_bytes(name) for name, n in elements.items())
+    full_bytes = _WEIGHT_BYTES * parameters + state
     exports = 0 if checkpoint.export_every is None else steps // checkpoint.export_every
     return full * full_bytes + parameters * (weights * _WEIGHT_BYTES + exports * _EXPORT_BYTES)

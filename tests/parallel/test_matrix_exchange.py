@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightscale.parallel.matrices import exchange
+from lightscale.parallel.matrices.sharing import shared_out
 from lightscale.parallel.shards import Box
 
 WHOLE = {"wide": torch.arange(48.0).view(6, 8), "small": torch.arange(20.0).view(4, 5)}
@@ -89,6 +90,6 @@ def test_every_rank_gets_the_results_for_its_boxes(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_share_out_the_operations() -> None:
-    found = exchange.shared_out({"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0, "e": 0.0}, 2)
+    found = shared_out({"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0, "e": 0.0}, 2)
     assert found == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
-    assert exchange.shared_out({"a": 1.0}, 3) == {"a": 0}
+    assert shared_out({"a": 1.0}, 3) == {"a": 0}

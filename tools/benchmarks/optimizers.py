@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
             (held,) = rank_parameters_by_name(own.model, tensor=1, pipeline=1)
             spec, elements = optimizer_spec(own), sum(held.values())
             engines[name] = engine
-            planned[name] = sum(spec.state_bytes(one) * count for one, count in held.items()) / elements
+            state = sum(spec.state_bytes(one) * count + spec.whole_bytes(one) for one, count in held.items())
+            planned[name] = state / elements
         ways: Ways = {name: {"step": partial(engine.step, 1e-4)} for name, engine in engines.items()}
         samples_s = time_in_turns(ways, args.repeats, clock=time.process_time)
         lines = [
@@ -135,4 +136,5 @@ def _state_bytes(engine: Engine) -> int:
     """Held by the engine's one rank."""
     assert engine.optimizer is not None, "it is trained"
     states = [(parameter, engine.optimizer.owned(parameter)) for parameter in engine.module.parameters()]
-    return sum(state.bytes_beside(parameter) for parameter, state in states if state is not None)
+    own = sum(state.bytes_beside(parameter) for parameter, state in states if state is not None)
+    return own + sum(shard.data.nbytes for shard in engine.optimizer.whole_shards())

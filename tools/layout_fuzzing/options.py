@@ -109,6 +109,8 @@ NUMBERS: dict[str, list[Any]] = {
     "optimizer.slow_warmup_steps": [None, 2],
     "optimizer.newton_schulz_steps": [5, 2],
     "optimizer.adamw": [[], ["*_proj.weight"]],
+    "optimizer.precondition_frequency": [10, 1],
+    "optimizer.max_precond_dim": [10_000, 16],
     "task.beta": [0.1, 0.5],
     "task.gamma": [0.5, 0.0],
     "adapter.name": ["lora", "dora"],

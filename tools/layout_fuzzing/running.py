@@ -228,6 +228,7 @@ class _Case:
         states = [(parameter, optimizer.owned(parameter)) for _, parameter in _parameters(self.engine)]
         # In fp32 the model's weights are those of the steps.
         own = sum(state.bytes_beside(parameter) for parameter, state in states if state is not None)
+        own += sum(shard.data.nbytes for shard in optimizer.whole_shards())
         total = torch.tensor(float(own))
         torch.distributed.all_reduce(total)
         return float(total)
@@ -242,7 +243,7 @@ class _Case:
             else rank_adapter_parameters(model, adapters, **axes)
         )
         held = sum(spec.state_bytes(name) * count for stage in stages for name, count in stage.items())
-        return held * self.mesh.tensor
+        return held * self.mesh.tensor + sum(spec.whole_bytes(name) for stage in stages for name in stage)
 
     def resume(self) -> dict[str, float]:
         expected = torch.load(self.folder / "losses.pt")

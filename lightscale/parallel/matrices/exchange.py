@@ -13,12 +13,13 @@ rank gathered what it lacks, it would get 2 n bytes per owned element, and matri
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightscale.parallel.matrices.sharing import shared_out
 from lightscale.parallel.shards import Box, Shape
 
 
@@ -59,7 +60,8 @@ class MatrixExchange:
             [box for box, is_copy in of_rank[one] if computes[box.key] == here and not is_copy] for one in ranks
         ]
         self._boxes = [box for box, _ in of_rank[here]]
-        self._computed = {key: shape for key, shape in shapes.items() if computes[key] == here}
+        self.computed = {key: shape for key, shape in shapes.items() if computes[key] == here}
+        """Names and shapes of the tensors that this rank computes."""
 
     def compute(self, parts: Sequence[Tensor], function: Callable[[str, Tensor], Tensor]) -> list[Tensor]:
         """Results of ``function`` for the boxes of this rank, (box.numel,) each; all ranks of the group call it.
@@ -71,12 +73,12 @@ class MatrixExchange:
         received = self._exchange(
             [[parts[n] for n in own] for own in self._sent], [_numel(boxes) for boxes in self._received]
         )
-        whole = {key: received.new_empty(shape) for key, shape in self._computed.items()}
+        whole = {key: received.new_empty(shape) for key, shape in self.computed.items()}
         for box, block in _blocks(self._received, received):
             whole[box.key][_slices(box)] = block
         del received
         # One by one, so that no input is kept beside its result.
-        results = {key: function(key, whole.pop(key)) for key in self._computed}
+        results = {key: function(key, whole.pop(key)) for key in self.computed}
         returned = self._exchange(
             [[results[box.key][_slices(box)] for box in boxes] for boxes in self._returned],
             [_numel([self._boxes[n] for n in own]) for own in self._places],
@@ -112,12 +114,3 @@ def _blocks(boxes: Sequence[Sequence[Box]], flat: Tensor) -> Iterator[tuple[Box,
     for box in itertools.chain(*boxes):
         yield box, flat[first : first + box.numel].view(box.sizes)
         first += box.numel
-
-
-def shared_out(costs: Mapping[str, float], ranks: int) -> dict[str, int]:
-    """The rank of each tensor: the dearest first, each on the rank with the least so far."""
-    load, found = [0.0] * ranks, {}
-    for key in sorted(costs, key=lambda key: (-costs[key], key)):
-        found[key] = min(range(ranks), key=load.__getitem__)
-        load[found[key]] += costs[key]
-    return found

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightscale.files import kind
-from lightscale.parallel.optimizer_spec import AVERAGE
+from lightscale.parallel.optimizer_spec import AVERAGE, WHOLE
 from lightscale.parallel.shards import Shape, fault_of_cover
 from lightscale.training.checkpoints import header, schema
 from lightscale.training.checkpoints.directories import (
@@ -231,9 +231,13 @@ def _foreign_state(what: str, shapes: Mapping[str, Mapping[str, Shape]], weights
     """A parameter whose state ``what`` is missing or has not the weight's shape; None: there is none.
 
     An optimizer keeps some state for every weight, and may keep other tensors for some of them (Muon for matrices).
-    Kinds of state with one parameter in common have all in common. Averages are of all weights.
+    Kinds of state with one parameter in common have all in common. Averages are of all weights. State of whole matrices
+    is one row for each of the matrices that have it.
     """
     found, all_weights = shapes[what], shapes[weights].keys()
+    if what.startswith(WHOLE):
+        ranks = {name: (len(shapes[weights].get(name, ())), len(shape)) for name, shape in found.items()}
+        return min((name for name, of_both in ranks.items() if of_both != (2, 1)), default=None)
     if what.startswith(AVERAGE):
         due = found.keys() | all_weights
     else:

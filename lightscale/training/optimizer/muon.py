@@ -98,7 +98,7 @@ class Muon(MatrixSpec):
         momentum = state["momentum"].lerp_(gradient, 1 - self.momentum)
         return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum.clone()
 
-    def matrix_direction(self, matrix: Tensor) -> Tensor:
+    def matrix_direction(self, matrix: Tensor, state: Mapping[str, Tensor], step: int) -> Tensor:
         """Newton and Schulz's iteration X ← a X + (b A + c A²) X, A = X Xᵀ; see ``MatrixSpec``."""
         rows, columns = matrix.shape
         # A is square in the shorter side.

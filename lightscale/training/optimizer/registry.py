@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
-from lightscale.models.accounting import parameter_shapes
 from lightscale.models.adapters import trained_shapes
 from lightscale.models.attention_heads import clipped_rows
 from lightscale.models.matrices import matrices
@@ -26,7 +25,9 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     spec: OptimizerSpec = optimizer_class(section.name).from_config(section, config.total_steps)
     if isinstance(spec, MatrixSpec):
         found = matrices(config.model) if config.adapters is None else _adapter_matrices(config)
-        spec = replace(spec, matrices=_stepped_whole(spec, found))
+        whole = _stepped_whole(spec, found)
+        shapes = trained_shapes(config)
+        spec = replace(spec, matrices=whole, columns={name: shapes[name][1] for name in whole})
     spec = replace(spec, scales=_scales(config, spec))
     if section.qk_clip is not None:
         if config.adapters is not None:
@@ -50,10 +51,10 @@ def _scales(config: RunConfig, spec: OptimizerSpec) -> dict[str, StepScale]:
     """Those of µP; none of weights beside frozen ones, whose ranks do not grow with the width."""
     if config.adapters is not None:
         return {}
-    found, shapes = {}, parameter_shapes(config.model)
+    found = {}
     for name, scale in mup_scales(config.model).items():
         lr = scale.lr
-        if isinstance(spec, MatrixSpec) and (parts := spec.matrix_shapes(name, shapes[name][-1])):
+        if isinstance(spec, MatrixSpec) and not spec.steps_like_adam and (parts := spec.matrix_shapes(name)):
             # All matrices of a parameter grow alike: heads are as wide at all widths.
             lr = scale.matrix_lr(*parts[0], spec.matrix_scale)
         found[name] = StepScale(lr=lr, eps=scale.eps)
@@ -92,7 +93,7 @@ def _check_groups(spec: OptimizerSpec, parameters: list[str]) -> None:
                     f'optimizer.groups.{name}.parameters: "{pattern}" is the name of no parameter of the model; a name '
                     f"is {near[0]}, and * is any text"
                 )
-        if group.betas is not None and isinstance(spec, MatrixSpec):
+        if group.betas is not None and isinstance(spec, MatrixSpec) and not spec.steps_like_adam:
             for parameter in spec.matrices:
                 if name in spec.groups_of(parameter):
                     raise UserError(

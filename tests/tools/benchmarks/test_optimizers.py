@@ -21,7 +21,7 @@ def test_figures_of_every_optimizer(tools_path: Path, capsys: pytest.CaptureFixt
         assert line["ns_per_parameter"] == pytest.approx(1e9 * step / figures["parameters"])
     assert sys.modules["benchmarks.optimizers"].table(figures).row_count == len(OPTIMIZERS)
     moments = {one["optimizer"]: one for one in figures["moments"]}
-    assert moments.keys() == {"adamw", "lion", "muon"}
+    assert moments.keys() == {"adamw", "lion", "muon", "soap"}
     for one in moments.values():
         assert one["losses"][0] == pytest.approx(one["losses"][1], rel=1e-2)
         assert 0 < one["distance"] < 0.2

@@ -133,14 +133,14 @@ def test_a_step_in_bf16_is_that_of_pytorch(shape: tuple[int, int], nesterov: boo
     for _ in range(3):
         weight.grad = torch.randn(shape, generator=generator)
         mean = spec.matrix_mean(weight.grad.flatten(), state).view(shape).bfloat16()
-        direction = spec.matrix_direction(mean).float() * spec.matrix_scale(*shape)
+        direction = spec.matrix_direction(mean, {}, 1).float() * spec.matrix_scale(*shape)
         own.mul_(1 - 0.02 * 0.1).sub_(direction, alpha=0.02)
         other.step()
         assert tiny.error(own, weight.detach()) < 1e-4
 
 
 def test_a_matrix_without_a_gradient_has_no_direction() -> None:
-    assert not Muon().matrix_direction(torch.zeros(4, 6, dtype=torch.bfloat16)).any()
+    assert not Muon().matrix_direction(torch.zeros(4, 6, dtype=torch.bfloat16), {}, 1).any()
 
 
 def model_of(mixer: str, **options: Any) -> ModelConfig:

@@ -44,7 +44,7 @@ def steps_of(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     """By optimizer, the weights before each of three steps with the gradients, and those after them."""
     found: dict[str, Any] = {}
     with tiny.mesh_on((1, 1, 1, 1), rank, init_method) as mesh:
-        for name in ("adamw", "lion", "ademamix", "muon"):
+        for name in ("adamw", "lion", "ademamix", "muon", "soap"):
             engine = tiny.engine_in(mesh, optimizer=adam(name), mup=MUP, **SIZE)
             steps = []
             for step in range(3):
@@ -111,8 +111,9 @@ def test_muons_matrices_take_steps_of_the_spectral_condition(one_process: dict[s
         assert 0.6 * wanted < share < 1.3 * wanted, f"{name}: {share}"
 
 
-def test_ademamix_has_the_rates_of_adamw(one_process: dict[str, Any]) -> None:
-    before, _, after = one_process["ademamix"][0]
+@pytest.mark.parametrize("optimizer", ["ademamix", "soap"])
+def test_others_have_the_rates_of_adamw(one_process: dict[str, Any], optimizer: str) -> None:
+    before, _, after = one_process[optimizer][0]
     for name in ("decoder.layers.0.self_attention.q_proj.weight", "decoder.layers.0.mlp.linear_fc2.weight"):
         step = after[name] - (1 - decay_of(name, tiny.LR)) * before[name]
         largest = float(step.abs().max()) / tiny.LR

@@ -113,7 +113,10 @@ class Momentum(Optimizer):
 
 ADDED = {"coupled": "module_of_a_test:Adam", "momentum": "module_of_a_test:MomentumSpec"}
 """As ``OPTIMIZERS`` has them."""
-NAMES = [*ADDED, "lion", "ademamix", "muon"]
+NAMES = [*ADDED, "lion", "ademamix", "muon", "soap"]
+_OF_SOAP = ("exp_avg", "exp_avg_sq", "left", "left_basis", "right", "right_basis")
+ROWS = {"soap": {f"whole_{name}" for name in _OF_SOAP}}
+"""State of whole matrices."""
 
 
 def held(engine: Engine) -> dict[str, Tensor]:
@@ -148,7 +151,8 @@ def trained(rank: int, world_size: int, init_method: str, folder: str) -> dict[s
         found[name] = {
             "weights": [before, *(weights for _, _, weights in steps)],
             "gradients": [gradients for _, gradients, _ in steps],
-            "keys": {key.partition(".")[0] for key in last} - {"counters"} == {"model", *spec.state},
+            "keys": {key.partition(".")[0] for key in last} - {"counters"}
+            == {"model", *spec.state, *ROWS.get(name, ())},
             "counters": counters == {spec.step_counter: 2},
             "resumed": resumed,
             # The state of a first step, and the weights of the last.

@@ -32,6 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Roundings of gradients, which layouts differ in, would decide those of bf16.
     "muon": {"newton_schulz_precision": "fp32"},
     "schedulefree": {},
+    # An eigenbasis for the third step.
+    "soap": {"precondition_frequency": 2},
 }
 """Of each optimizer that lightscale computes itself."""
 
@@ -62,7 +64,7 @@ def ademamix(g: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
 
 
 PLAIN = {"lion": lion, "ademamix": ademamix}
-"""Of elements alone; Muon's are in test_muon.py, those of averaged steps in test_schedulefree.py."""
+"""Of elements alone; matrices are in test_muon.py and test_soap.py, averaged steps in test_schedulefree.py."""
 
 
 def decays(name: str) -> bool:
