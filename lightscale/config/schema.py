@@ -20,6 +20,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.optimizers import DEFAULT as DEFAULT_OPTIMIZER
 from lightscale.config.optimizers import OPTIMIZERS
 from lightscale.config.schedules.registry import SCHEDULES, schedule_of
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.section import (
     MOST_ENTRIES,
     MOST_LAYERS,
@@ -42,7 +43,6 @@ from lightscale.config.section import (
     Width,
 )
 from lightscale.config.sinks import RECORD, sink_entry
-from lightscale.config.step_tokens import StepTokens
 from lightscale.config.tasks import DEFAULT as DEFAULT_TASK
 from lightscale.config.tasks import TASKS, task_class
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightscale.config.step_tokens import StepTokens
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import GAVE_UP_EVENT, RunDirectory, read_lines
 from lightscale.study.counts import CellCounts

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightscale.config.model import ModelConfig
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import RunConfig
-from lightscale.config.step_tokens import StepTokens
 from lightscale.data_pipeline.loading.curriculum import SkippedRanges
 from lightscale.data_pipeline.loading.loader import TokenLoader
 from lightscale.data_pipeline.loading.samples import (

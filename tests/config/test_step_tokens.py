@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightscale.config.layout import LayoutError, check_layout
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import RunConfig, TrainConfig
-from lightscale.config.step_tokens import StepTokens
 
 Config = Callable[..., RunConfig]
 STEPS = 60

@@ -12,7 +12,7 @@ import pytest
 
 from lightscale.cli import main
 from lightscale.config.files import to_toml
-from lightscale.config.step_tokens import StepTokens
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.training.checkpoints.directories import Contents, directory_name
 from lightscale.training.checkpoints.manifest import NAME
 from lightscale.training.checkpoints.random_states import random_states

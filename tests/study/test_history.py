@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from lightscale.config.step_tokens import StepTokens
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.errors import UserError
 from lightscale.runs.run_directory import LineWriter, RunDirectory
 from lightscale.study.counts import count

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import CurriculumStage
-from lightscale.config.step_tokens import StepTokens
 from lightscale.errors import UserError
 
 

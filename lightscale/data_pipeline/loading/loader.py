@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import CurriculumStage, RunConfig
-from lightscale.config.step_tokens import StepTokens
 from lightscale.data_pipeline.loading.buffers import Buffers
 from lightscale.data_pipeline.loading.curriculum import Curriculum, LengthStage, SkippedRanges
 from lightscale.data_pipeline.loading.images import Images, ImageWindows

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lightscale.config.step_tokens import StepTokens
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.output.progress import start_progress
 from lightscale.runs.goodput import Goodput
 from lightscale.runs.metrics.pace import Pace, short, time_text

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
-from lightscale.config.step_tokens import StepTokens
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.conversion import Conversion

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import CurriculumStage, DataConfig
-from lightscale.config.step_tokens import StepTokens
 from lightscale.data_pipeline.loading.curriculum import Curriculum, SkippedRanges
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.store.token_store import TokenStore

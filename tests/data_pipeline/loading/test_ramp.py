@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import CurriculumStage
-from lightscale.config.step_tokens import StepTokens
 from lightscale.data_pipeline.loading.curriculum import Curriculum, SkippedRanges
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
 from lightscale.data_pipeline.loading.prefetch import Prefetcher

@@ -20,8 +20,8 @@ import pytest
 
 from lightscale import cli
 from lightscale.config.files import load
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import RunConfig
-from lightscale.config.step_tokens import StepTokens
 from lightscale.launch.commands.monitor import forwarding, log_directory
 from lightscale.runs.metrics.logger import MetricsLogger
 from lightscale.runs.metrics.registry import open_sinks

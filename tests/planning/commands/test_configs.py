@@ -18,6 +18,7 @@ STUDIES = [
     "listops-two-cores",
     "masked-two-cores",
     "scaling-law",
+    "search-two-cores",
     "two-cores",
 ]
 

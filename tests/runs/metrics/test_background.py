@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightscale.config.files import load
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import RunConfig
-from lightscale.config.step_tokens import StepTokens
 from lightscale.runs.metrics import background, registry
 from lightscale.runs.metrics.background import BackgroundSink
 from lightscale.runs.metrics.logger import MetricsLogger

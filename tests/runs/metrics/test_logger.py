@@ -13,8 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightscale.config.model import ModelConfig
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from lightscale.config.step_tokens import StepTokens
 from lightscale.runs.goodput import measure_goodput
 from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
 from lightscale.runs.metrics.peak_flops import device_peak_flops
@@ -272,7 +272,7 @@ def test_time_left_follows_the_wall_clock_with_its_pauses(
 
 LIVE = """
 import os, sys
-from lightscale.config.step_tokens import StepTokens
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
 
 def play():
