@@ -205,6 +205,17 @@ class ParameterGroup(Section):
     their own."""
 
 
+class AdaptiveClipConfig(Section):
+    """[optimizer.adaptive_clip]: a limit that follows the gradient norms of the run (ZClip)."""
+
+    z_score: Positive = 2.5
+    """Deviations above the mean norm from which a norm is clipped."""
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.97
+    """Decay rate per step of the mean and the variance of the norms."""
+    warmup_steps: Annotated[int, Field(ge=2, le=1_000_000)] = 25
+    """Number of steps whose norms begin the statistics; until then grad_clip alone clips."""
+
+
 AverageName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 """Part of the names of tensors in checkpoints."""
 MOST_AVERAGES = 8
@@ -244,6 +255,8 @@ class OptimizerConfig(Section):
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm, without groups that have grad_clip; larger gradients are scaled down to it; 0:
     off."""
+    adaptive_clip: AdaptiveClipConfig | None = None
+    """Table of a limit of gradient norms by their running mean and deviation, beside grad_clip; none: no such limit."""
     qk_clip: Positive | None = None
     """Largest attention logit (QK-clip); a head that exceeds it has its queries and keys scaled after the step; none:
     off."""

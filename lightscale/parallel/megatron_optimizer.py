@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightscale.parallel.adaptive_clip import AdaptiveClip
 from lightscale.parallel.attention_logits import QKClip
 from lightscale.parallel.initialization import named_parameters
 from lightscale.parallel.megatron import (
@@ -29,8 +30,8 @@ from lightscale.parallel.megatron import (
     get_megatron_optimizer,
 )
 from lightscale.parallel.model_shards import owned_boxes
-from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
-from lightscale.parallel.optimizer_spec import ElementwiseSpec, MegatronSpec, StepScale, average_state
+from lightscale.parallel.optimizer_interface import Clipping, Optimizer, OwnedState
+from lightscale.parallel.optimizer_spec import CLIP, ElementwiseSpec, MegatronSpec, StepScale, average_state
 
 # Of Megatron's distributed optimizer, which takes no other: what an elementwise optimizer replaces before it has state.
 _PLACEHOLDER = {"optimizer": "adam"}
@@ -177,6 +178,8 @@ class MegatronOptimizer(Optimizer):
         # By group, None: of all that have no limit of their own.
         self._limits: dict[str | None, float] = {None: spec.grad_clip}
         self._limits |= {name: one.grad_clip for name, one in spec.groups.items() if one.grad_clip is not None}
+        clip = spec.adaptive_clip
+        self._adaptive = {} if clip is None else {name: AdaptiveClip(clip) for name in self._limits}
         self._norms = [0.0] * len(self._limits)
         self._averages = Averages(spec.ema, self.megatron.chained_optimizers)
         if isinstance(spec, ElementwiseSpec):
@@ -273,15 +276,29 @@ class MegatronOptimizer(Optimizer):
             group["lr"] *= scale.lr
             if self.spec.is_decoupled:
                 group["weight_decay"] /= scale.lr
-        # As Megatron's clipping, bit by bit, which without apex makes two launches for each tensor.
-        for limit, norm, gradients in zip(self._limits.values(), self._norms, self._clipped_together(), strict=True):
-            share = limit / (norm + 1e-6)
-            if limit > 0 and share < 1 and gradients:
+        for name, norm, gradients in zip(self._limits, self._norms, self._clipped_together(), strict=True):
+            # As Megatron's clipping, bit by bit, which without apex makes two launches for each tensor.
+            share = self._clipped(name, norm) / (norm + 1e-6)
+            if share < 1 and gradients:
                 torch._foreach_mul_(gradients, share)
         self._find_directions()
         self._averages.begin()
         self.megatron.step_with_ready_grads()
         self._averages.step()
+
+    def _clipped(self, name: str | None, norm: float) -> float:
+        """The norm to scale to, which is smaller than that of a step to clip; the statistics take the step in."""
+        limit = self._limits[name] or math.inf
+        target, adaptive = limit, self._adaptive.get(name)
+        if adaptive is not None:
+            limit = min(limit, adaptive.limit)
+            remaining = adaptive.clipped(norm)
+            if remaining < norm:
+                target = min(target, remaining)
+            # Not what the fixed limit leaves of it: norms that are all cut to one value have no deviation.
+            adaptive.take_in(norm)
+        self.clippings[name] = Clipping(limit=limit, is_clipped=norm > limit)
+        return target
 
     def _clipped_together(self) -> list[list[Tensor]]:
         """This rank's gradients of each of ``_limits``."""
@@ -333,11 +350,19 @@ class MegatronOptimizer(Optimizer):
 
     def counters(self) -> dict[str, float]:
         """See ``Optimizer``. A rank without parameters has taken 0 steps."""
-        return {self.spec.step_counter: int(next(self._steps(), 0))}
+        clips = {
+            f"{_clip_key(name)}{key}": value
+            for name, one in self._adaptive.items()
+            for key, value in one.state().items()
+        }
+        return {self.spec.step_counter: int(next(self._steps(), 0)), **clips}
 
     def set_counters(self, counters: Mapping[str, float]) -> None:
-        """See ``Optimizer``."""
+        """See ``Optimizer``. Limits that ``counters`` has not, of a run or a group that had none, begin anew."""
         self._set_steps(int(counters[self.spec.step_counter]))
+        for name, one in self._adaptive.items():
+            keys = {key: f"{_clip_key(name)}{key}" for key in one.state()}
+            one.load({key: counters[full] for key, full in keys.items() if full in counters})
         self._averages.have_begun = counters[self.spec.step_counter] > 0
 
     def _zero_state(self) -> None:
@@ -348,6 +373,8 @@ class MegatronOptimizer(Optimizer):
                     value.zero_()
         self._set_steps(0)
         self._averages.have_begun = False
+        for one in self._adaptive.values():
+            one.load({})
 
     def _steps(self) -> Iterator[float]:
         """PyTorch's optimizers count for each parameter, fused ones for each group."""
@@ -423,6 +450,11 @@ def main_weights(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Parameters of which ``part``, a ``DistributedOptimizer``, has elements, and its fp32 weights of these."""
     for parameter, (group, place) in part.model_param_group_index_map.items():
         yield parameter, part.optimizer.param_groups[group]["params"][place]
+
+
+def _clip_key(group: str | None) -> str:
+    """Begins the names of the counters of a limit."""
+    return CLIP if group is None else f"{CLIP}{group}."
 
 
 def _flat(tensor: Tensor) -> Tensor:

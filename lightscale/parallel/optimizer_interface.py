@@ -1,5 +1,6 @@
 """Interface between engine and optimizers, and construction from a spec."""
 
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,20 @@ from torch import Tensor, nn
 from lightscale.parallel.megatron import DistributedDataParallel, TransformerConfig
 from lightscale.parallel.optimizer_spec import OptimizerSpec
 from lightscale.parallel.shards import TensorShard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipping:
+    """What a step did with a norm of gradients."""
+
+    limit: float
+    """The largest norm that was not scaled; infinity: any."""
+    is_clipped: bool
+
+    @property
+    def known_limit(self) -> float | None:
+        """The limit; None while there is none."""
+        return self.limit if math.isfinite(self.limit) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +62,8 @@ class Optimizer(ABC):
         self.spec = spec
         self.head_shares: Tensor | None = None
         """(layers, heads) fp64 on the host: γ of ``OptimizerSpec.qk_clip`` in the next ``apply``; None: none."""
+        self.clippings: dict[str | None, Clipping] = {}
+        """Of the last ``apply``, by group with a limit of its own; None: of all other parameters."""
         self.mixes_dtypes = False
         """Whether one of this rank's parameter groups has parameters in fp32 and in half precision."""
 

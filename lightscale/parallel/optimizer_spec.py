@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from lightscale.config.schema import OptimizerConfig, ParameterGroup
+from lightscale.config.schema import AdaptiveClipConfig, OptimizerConfig, ParameterGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,9 @@ def average_state(name: str) -> str:
 
 WHOLE = "whole_"
 """Begins the name, in checkpoints, of state of whole matrices: one row for a parameter, of no parameter's shape."""
+
+CLIP = "grad_clip."
+"""Begins the name of each number of ``adaptive_clip`` among the counters, and in checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class OptimizerSpec(ABC):
     """Share of a weight taken off per step, times the learning rate; none of vectors and of marked parameters."""
     grad_clip: float = 1.0
     """Largest global norm of the gradients; 0: no clipping."""
+    adaptive_clip: AdaptiveClipConfig | None = None
+    """A second limit of each norm that is clipped, by the norms of the steps so far; None: none."""
 
     scales: Mapping[str, StepScale] = field(default_factory=dict)
     """By global name of a parameter; others have 1."""

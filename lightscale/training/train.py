@@ -377,12 +377,7 @@ class Trainer:
     def _train_step(self, ahead: Prefetcher, metrics: MetricsLogger) -> None:
         fault_point("step:begin")
         step, total = self.step + 1, self.config.total_steps
-        stage, tokens = self.loader.stage_after(self.loader.tokens), self.loader.step_tokens.of_next(self.loader.tokens)
-        if (stage, tokens) != self.shape:
-            self.shape = stage, tokens
-            # Other shapes compile other kernels, and more micro-batches take longer: the watchdog must not judge this
-            # step by the ones before.
-            self.heartbeat.expect_other_steps()
+        stage, tokens = self._next_shape()
         self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
         self.heartbeat.beat("forward and backward", step=step)
@@ -422,6 +417,9 @@ class Trainer:
             # The spike that a guard rejects is no part of what is trained.
             if noise is not None and skipped is None:
                 groups |= noise.result(sums.tokens, grad_norm, tokens=tokens)
+            if skipped is None and self.config.optimizer.adaptive_clip is not None:
+                own, by_group = self._clipping()
+                more, groups = {**more, **own}, {**groups, **by_group}
             if measures_logits or self.config.optimizer.qk_clip is not None:
                 groups["largest_logit"] = self._logits_by_layer()
             metrics.log_step(
@@ -436,8 +434,17 @@ class Trainer:
             )
         if skipped is not None:
             self.journal.say(f"step {step} is skipped: {skipped}")
-            in_a_row = self.guard.skips_in_a_row
-            self.journal.note("step_skipped", step=step, reason=skipped, in_a_row=in_a_row)
+            self.journal.note("step_skipped", step=step, reason=skipped, in_a_row=self.guard.skips_in_a_row)
+
+    def _next_shape(self) -> tuple[LengthStage, int]:
+        """Curriculum stage and tokens of the step that follows."""
+        shape = self.loader.stage_after(self.loader.tokens), self.loader.step_tokens.of_next(self.loader.tokens)
+        if shape != self.shape:
+            self.shape = shape
+            # Other shapes compile other kernels, and more micro-batches take longer: the watchdog must not judge this
+            # step by the ones before.
+            self.heartbeat.expect_other_steps()
+        return shape
 
     def _check_directory(self) -> None:
         """Stop, on all ranks together, where the run's directory was removed or replaced."""
@@ -455,6 +462,19 @@ class Trainer:
             "loss_by_source": {name: loss / tokens for name, (loss, tokens) in found.items()},
             "tokens_by_source": {name: tokens for name, (_, tokens) in found.items()},
         }
+
+    def _clipping(self) -> tuple[dict[str, Scalar], dict[str, Mapping[str, Scalar]]]:
+        """The limit of the step's norm, None while there is none, and whether it was clipped; and these by group."""
+        assert self.engine.optimizer is not None
+        found = self.engine.optimizer.clippings
+        groups = {name: one for name, one in found.items() if name is not None}
+        return (
+            {"grad_clip_limit": found[None].known_limit, "grad_clipped": int(found[None].is_clipped)},
+            {
+                "grad_clip_limit_by_group": {name: one.known_limit for name, one in groups.items()},
+                "grad_clipped_by_group": {name: int(one.is_clipped) for name, one in groups.items()},
+            },
+        )
 
     def _logits_by_layer(self) -> dict[str, Scalar]:
         """The largest attention logit of each layer that has some, over the micro-batches of the step."""

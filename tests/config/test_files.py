@@ -356,7 +356,7 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
     resolved["task"] |= of_images["task"] | of_drawing["task"]
     resolved["model"]["diffusion"] = of_drawing["model"]["diffusion"]
     for name in OPTIMIZERS:
-        keys = (f"optimizer.name={name}", "optimizer.groups.v.parameters=['*']")
+        keys = (f"optimizer.name={name}", "optimizer.groups.v.parameters=['*']", "optimizer.adaptive_clip={}")
         resolved["optimizer"] |= tomllib.loads(to_toml(tiny_config(*keys)))["optimizer"]
     resolved["model"]["patches"] = tomllib.loads(to_toml(load("vit-digits")))["model"]["patches"]
     of_stores = tomllib.loads(to_toml(tiny_config("data.store=none", "data.stores={v={path='a b', weight=0.5}}")))

@@ -140,7 +140,7 @@ def test_cases_towards_uncovered_pairs_cover_all_that_are_possible(monkeypatch: 
     some = [("task.name", name) for name in ("causal", "classify-image")]
     monkeypatch.setattr(covering, "options", lambda: iter(some))
     coverage = covering.Coverage([])
-    cases = list(coverage.towards_uncovered(Drawer(random.Random(4))))
+    cases = list(coverage.towards_uncovered(Drawer(random.Random(5))))
     assert coverage.uncovered() == [] and coverage.num_cases == len(cases)
     assert coverage.refused.keys() == {
         ("task.name = classify-image", f"packing {name}") for name in ("joined", "whole")

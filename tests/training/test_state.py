@@ -43,6 +43,7 @@ OF_THIS_PROCESS = {
     r"(save_policy\._)?heartbeat\b": "how long this process's steps take",
     r".*optimizer\._norms\b": "norms of the last gradients, which come before each step",
     r"shape\b": "the shape of the last step, asked for anew",
+    r".*optimizer\.clippings\b": "what the last step clipped, for its metrics",
     r"save_policy\._failures\b": "failures of this process's disk",
     r".*\._buffers\b": "memory that every batch is read into anew",
     r".*\._upcoming\b": "samples and documents found ahead, and found again",
@@ -124,7 +125,9 @@ def trainer_of(config: RunConfig, run: RunDirectory, mesh: Mesh, steps: int) -> 
 def compare(rank: int, world_size: int, init_method: str, folder: str) -> dict[str, Any]:
     """Paths that differ between a trainer after its steps, a fresh one, and a restored one."""
     os.chdir(folder)
-    config = load(Path("run.toml"), ["train.validate_every=2", "data.curriculum=[]"])
+    overrides = ["train.validate_every=2", "data.curriculum=[]", "optimizer.grad_clip=0"]
+    overrides += ["optimizer.adaptive_clip.warmup_steps=2"]
+    config = load(Path("run.toml"), overrides)
     run = RunDirectory(Path(folder) / "runs" / "state")
     with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
         trainer = trainer_of(config, run, mesh, 3)
@@ -147,6 +150,7 @@ def compare(rank: int, world_size: int, init_method: str, folder: str) -> dict[s
         "changed": differing(fresh, trained),
         "lost": unexplained(differing(trained, restored)),
         "forgotten": unexplained(differing(forgotten, restored)),
+        "limits": [(line["grad_clip_limit"], line["grad_clipped"]) for line in read_metrics(run.metrics)],
     }
 
 
@@ -156,6 +160,8 @@ def test_no_state_is_left_out_of_checkpoints(run_ranks: RunRanks, workplace: Pat
     for part in ("step", "loader.tokens", "exp_avg", "linear_fc1.weight"):
         assert any(part in path for path in found["changed"]), part
     assert found["lost"] == []
+    assert [limit is None for limit, _ in found["limits"]] == [True, True, False]
+    assert {clipped for _, clipped in found["limits"]} <= {0, 1}
     assert found["forgotten"] == [
         f"{place}.forgotten" for place in ("loader", "recovery._loader", "recovery._state['data']", "state['data']")
     ]

@@ -100,6 +100,10 @@ NUMBERS: dict[str, list[Any]] = {
     "train.z_loss_multiplier": [0.0, 0.1],
     "optimizer.weight_decay": [0.1, 0.0],
     "optimizer.grad_clip": [1.0, 0.1],
+    "adaptive_clip.z_score": [2.5, 0.01],
+    "adaptive_clip.decay": [0.97, 0.5],
+    # The third step is clipped.
+    "adaptive_clip.warmup_steps": [2],
     "optimizer.groups": [
         {},
         {"first": {"parameters": ["embedding.*"], "lr_factor": 0.5, "weight_decay": 0.0, "grad_clip": 0.01}},

@@ -123,6 +123,7 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
         for name in config.data.validation
     }
     has_logits = config.metrics.attention_logits_every or config.optimizer.qk_clip is not None
+    limit = ["^train/grad_clip_limit$", "^grad_clip_limit_by_group/"] if config.optimizer.adaptive_clip else []
     chosen = {
         "loss": {
             "training loss": ["^train/loss$"],
@@ -132,7 +133,7 @@ def layout(config: RunConfig) -> dict[str, dict[str, list[Any]]]:
             **buckets,
         },
         "optimization": {
-            "gradient norm": ["^train/grad_norm$"],
+            "gradient norm": ["^train/grad_norm$", *limit],
             "learning rate": ["^train/lr$"],
             "gradient norm by parameters": ["^gradient_norm/"],
             "update ratio |Δw| / |w| by parameters": ["^update_ratio/"],

@@ -136,7 +136,7 @@ class State(_Strict):
     model_config = ConfigDict(extra="ignore")
 
     step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
-    optimizer: Annotated[dict[_Text, _Count | _Sum], Field(max_length=100)] = _MISSING
+    optimizer: Annotated[dict[_Text, _Count | _Sum], Field(max_length=_MOST_LISTED)] = _MISSING
     data: _Data = _MISSING
     guard: _Guard = _MISSING
 

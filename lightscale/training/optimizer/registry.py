@@ -39,6 +39,8 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
             spec = replace(spec, qk_clip=section.qk_clip, clipped_rows=clipped_rows(config.model))
         except UserError as error:
             raise UserError(f"optimizer.qk_clip = {section.qk_clip}: {error}") from None
+    if section.adaptive_clip is not None:
+        spec = replace(spec, adaptive_clip=section.adaptive_clip)
     if section.ema:
         spec = replace(spec, ema=section.ema)
     if section.groups:
