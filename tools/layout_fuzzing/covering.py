@@ -29,9 +29,9 @@ _LITERALS: dict[str, tuple[type[BaseModel], str]] = {
     "data.packing": (DataConfig, "packing "),
 }
 """Keys whose values are columns: their section, and what precedes the value in the column's name."""
-_TRIES = 100
+_TRIES = 250
 """Draws of a pair that validation refuses until it counts as impossible."""
-_REPAIRS = 3
+_REPAIRS = 12
 """The first of them, which are tried again with each option of the same table."""
 _DRAWS = 5000
 """Draws in which a pair must come about at all."""
