@@ -72,8 +72,8 @@ _LLAMA = _built_in(
 )
 
 MIXERS: dict[str, MixerEntry] = {
-    "tnl": _built_in("tnl", "TNL", options=f"{_OPTIONS}:TNLOptions"),
-    "hgrn2": _built_in("hgrn2", "HGRN2", options=f"{_OPTIONS}:HGRN2Options"),
+    "tnl": _built_in("tnl", "TNL", options=f"{_OPTIONS}:TNLOptions", directions=CAUSAL | BIDIRECTIONAL),
+    "hgrn2": _built_in("hgrn2", "HGRN2", options=f"{_OPTIONS}:HGRN2Options", directions=CAUSAL | BIDIRECTIONAL),
     "cosformer2": _built_in("cosformer2", "CosFormer2", options=_GATED),
     "lightnet": _built_in(
         "lightnet", "LightNet", options=f"{_OPTIONS}:LightNetOptions", directions=CAUSAL | BIDIRECTIONAL

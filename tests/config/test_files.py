@@ -338,7 +338,7 @@ def test_resolved_form_holds_every_field(tiny_config: TinyConfig) -> None:
     every_bidirectional = (
         f"model.mixer={both_ways}",
         f"model.num_layers={len(both_ways)}",
-        *(f"model.mixer_options.{name}.causal=false" for name in ("lightnet", "llama-local")),
+        *(f"model.mixer_options.{name}.causal=false" for name in ("tnl", "hgrn2", "lightnet", "llama-local")),
     )
     distill = ("task.name=distill", "task.teacher=runs/teacher@1")
     classify, preference = (
@@ -389,8 +389,8 @@ MASKED = ("model.mixer=llama", "model.mixer_options.llama.causal=false", "task.n
         ([*MASKED, "task.mlm_probability=0.0"], "task.mlm_probability = 0.0: must be a number > 0 and <= 1"),
         ([*MASKED, "task.mask_replace_prob=0.95"], "add up to more than 1; use at most 0.05 for random_replace_prob"),
         (
-            ["task.name=masked"],
-            "but layer 0 (tnl) reads only those before; use a bidirectional mixer: lightnet, llama, llama-local",
+            ["task.name=masked", "model.mixer=cosformer2"],
+            "but layer 0 (cosformer2) reads only those before; use a bidirectional mixer: tnl, hgrn2, lightnet, llama",
         ),
         (
             ["task.name=masked", "model.mixer=llama"],

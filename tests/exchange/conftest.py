@@ -96,8 +96,11 @@ mixer_options.bi-rn = { positions = 400, eps = 1e-3 }
 mixer_options.lightnet = { causal = false, lrpe = false, tpe = false, gate_input = "raw" }
 [task]
 name = "masked\"""",
-    "masked": """mixer = ["lion-s", "lightnet", "lion-retnet", "llama", "lion-lit"]
+    "masked": """mixer = ["lion-s", "lightnet", "lion-retnet", "llama", "lion-lit", "hgrn2", "tnl"]
 norm = "rmsnorm"
+[model.mixer_options]
+hgrn2.causal = false
+tnl.causal = false
 [model.mixer_options.lightnet]
 causal = false
 [model.mixer_options.llama]
@@ -177,7 +180,7 @@ def make_run(folder: Path, name: str, tokenizer: Tokenizer) -> RunDirectory:
     """The directory of a run without checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.toml"
-    shape, layers = SHAPES[name], {"hybrid": 5, "printed": 5, "masked": 5, "delta": 3}.get(name, 2)
+    shape, layers = SHAPES[name], {"hybrid": 5, "printed": 5, "masked": 7, "delta": 3}.get(name, 2)
     inner = "" if "intermediate_size" in shape else "intermediate_size = 80\n"
     file.write_text(RUN.format(shape=inner + shape, layers=layers), encoding="utf-8")
     run = RunDirectory(folder / name)

@@ -92,6 +92,15 @@ MODELS["grouped"] = ModelConfig.model_validate(
 MODELS["bidirectional"] = ModelConfig.model_validate(
     {**MODELS["llama"].model_dump(exclude={"mixer_options"}), "mixer_options": {"llama": {"causal": False}}}
 )
+# Two scans each, whose states come from both sides, with angles in the first layer.
+MODELS["two-scans"] = ModelConfig.model_validate(
+    {
+        **MODELS["hgrn2"].model_dump(exclude={"mixer_options", "mixer", "num_layers"}),
+        "mixer": ["tnl", "hgrn2"],
+        "num_layers": 4,
+        "mixer_options": {"tnl": {"causal": False}, "hgrn2": {"causal": False}},
+    }
+)
 # LightNet whose tokens read all of their document, in one state, with learned angles.
 WHOLE = {"causal": False, "learned_angles": True}
 MODELS["noncausal"] = ModelConfig.model_validate(

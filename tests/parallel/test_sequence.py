@@ -29,6 +29,7 @@ from lightscale.kernels.log_sum.reference import log_sum_reference, log_sum_whol
 from lightscale.kernels.tpe.reference import tpe_scan_reference
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.parallel.sequence import (
+    BothWays,
     DeltaRuleScan,
     GatedScan,
     LightNetScan,
@@ -52,11 +53,15 @@ DOUBLE = torch.float64
 KINDS = (
     "undecayed", "decay", "learned decay", "token decay", "token decay, angles", "angles", "gated", "tpe", "lightnet",
     "lightnet with angles", "lion", "lion unscaled", "lion by channel", "lightnet whole", "lightnet whole with angles",
-    "log sum", "whole log sum", "delta rule", "delta rule by channel", "delta rule undecayed",
+    "gated both ways", "decay both ways", "log sum", "whole log sum", "delta rule", "delta rule by channel",
+    "delta rule undecayed",
 )  # fmt: skip
 # One of each summary: exchanges see no more of an operator. (Heads, channels, modes, a log-sum-exp, both sides,
 # a matrix.)
-SUMMARIES = ("decay", "gated", "tpe", "lightnet", "lion", "lightnet whole", "log sum", "whole log sum", "delta rule")
+SUMMARIES = (
+    "decay", "gated", "tpe", "lightnet", "lion", "lightnet whole", "gated both ways", "log sum", "whole log sum",
+    "delta rule",
+)  # fmt: skip
 CUT = ("decay", "token decay", "gated", "tpe", "lightnet", "log sum", "delta rule")
 Tensors = dict[str, Tensor | None]
 
@@ -91,7 +96,10 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
         case "angles":
             positions = torch.arange(tokens).repeat(B, 1)
             return {"k": k, "v": v, "log_decay": decay, "theta": normal(H, K), "positions": positions, "q": q}
-        case "gated":
+        case "decay both ways":
+            angles = {"theta": normal(H, K), "positions": torch.arange(tokens).repeat(B, 1)}
+            return {"k": k, "v": v, "log_decay": decay, **angles, "q": q}
+        case "gated" | "gated both ways":
             # Some gates are as good as shut, some as good as open.
             return {"k": k, "v": v, "log_decay": -torch.exp(3 * normal(B, tokens, H, K)), "q": q}
         case "delta rule" | "delta rule by channel" | "delta rule undecayed":
@@ -124,6 +132,8 @@ def inputs_of(kind: str, seed: int = 0, tokens: int = T) -> Tensors:
 SCANS: dict[str, Callable[..., Scan]] = {
     "tpe": TPEScan,
     "gated": GatedScan,
+    "gated both ways": functools.partial(BothWays, of=GatedScan),
+    "decay both ways": functools.partial(BothWays, of=LightningScan),
     "delta rule": DeltaRuleScan,
     "delta rule by channel": DeltaRuleScan,
     "delta rule undecayed": DeltaRuleScan,
@@ -145,6 +155,7 @@ LEARNED = {
     "lion by channel": {"log_decay"},
     "lion unscaled": {"log_decay"},
     "angles": {"theta"},
+    "decay both ways": {"log_decay", "theta"},
     "lightnet with angles": {"theta"},
     "lightnet whole with angles": {"theta"},
     "tpe": {"log_decay", "gamma"},
@@ -155,7 +166,7 @@ FIXED = {"log_decay", "theta", "positions"}
 
 
 def differentiable(kind: str, name: str) -> bool:
-    return name not in FIXED or kind == "gated" or name in LEARNED.get(kind, ())
+    return name not in FIXED or kind.startswith("gated") or name in LEARNED.get(kind, ())
 
 
 def split_by_token(x: Tensor | None) -> bool:
@@ -163,6 +174,12 @@ def split_by_token(x: Tensor | None) -> bool:
 
 
 def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
+    if kind.endswith(" both ways"):
+        one_way = kind.removesuffix(" both ways")
+        # Row by row from its end, unlike ``doubled``, which turns the rows around as well.
+        image = {name: value.flip(1) if split_by_token(value) else value for name, value in x.items()}
+        cut = None if cu_seqlens is None else image_bounds(cu_seqlens)
+        return reference(one_way, x, cu_seqlens) + reference(one_way, image, cut).flip(1)
     if kind == "tpe":
         return tpe_scan_reference(x["x"], x["log_decay"], x["gamma"], cu_seqlens=cu_seqlens)[0]
     if kind == "gated":
@@ -185,6 +202,14 @@ def reference(kind: str, x: Tensors, cu_seqlens: Tensor | None) -> Tensor:
     return lightning_attention_reference(x["q"], x["k"], x["v"], x["log_decay"], angles=angles, cu_seqlens=cu_seqlens)[
         0
     ]
+
+
+def image_bounds(cu_seqlens: Tensor) -> Tensor:
+    """Of rows that are each turned around."""
+    tokens = int(cu_seqlens[-1]) // B
+    edges = {row * tokens + tokens - (int(x) - row * tokens) for row in range(B) for x in cu_seqlens
+             if row * tokens <= x <= (row + 1) * tokens}  # fmt: skip
+    return torch.tensor(sorted(edges))
 
 
 def boundaries(starts: list[set[int]], first: int, last: int) -> Tensor | None:
@@ -379,6 +404,9 @@ def sizes(kind: str) -> tuple[list[list[int]], list[list[int]], list[list[int]]]
     """Shapes of what a rank sums up, of the state, and of its cotangent, by the formulas."""
     if kind == "tpe":
         return [[B, H * K, 3], [B, 1, 3]], [[B, H * K, 3]], [[B, H * K, 3]]
+    if kind.endswith(" both ways"):
+        summary, state, cotangent = sizes({"decay both ways": "angles"}.get(kind, "gated"))
+        return [*state, *summary], 2 * state, 2 * cotangent
     if kind == "gated":
         return [[B, H, K, V], [B, H, K]], [[B, H, K, V]], [[B, H, K, V]]
     if kind.startswith("delta rule"):
@@ -419,7 +447,7 @@ def expected_payload(name: str, kind: str, rank: int, world_size: int) -> tuple[
         return (1, 1), (num_bytes(summary), num_bytes(cotangent))
     if name == "ring":
         sends, answers = rank < world_size - 1, rank > 0
-        if kind.startswith("lion") or "whole" in kind:
+        if kind.startswith("lion") or "whole" in kind or "both ways" in kind:
             # One side to each neighbour, there and back.
             one_side = [num_bytes(x[: len(x) // 2]) for x in (state, cotangent)]
             return (sends + answers,) * 2, ((sends + answers) * one_side[0], (sends + answers) * one_side[1])

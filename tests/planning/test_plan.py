@@ -41,6 +41,8 @@ TINY: dict[str, tuple[str, ...]] = {
     **{name: (f"{name}-tiny",) for name in MIXERS if name != "decay-attention"},
     **{name: (f"{name}-tiny",) for name in ("lion-s-causal", "retnet-like", "mamba2-like")},
     "lightnet of whole documents": ("lightnet-tiny", "model.mixer_options.lightnet.causal=false", "task.name=masked"),
+    "hgrn2 in two scans": ("hgrn2-tiny", "model.mixer_options.hgrn2.causal=false", "task.name=masked"),
+    "tnl in two scans": ("tnl-tiny", "model.mixer_options.tnl.causal=false", "task.name=masked"),
     "lion-s by channel": ("lion-s-tiny", "model.mixer_options.lion-s.vector_decay=true"),
     "norms on both sides": ("llama-tiny", "model.norm_placement=both", "model.zero_centered_norm=true"),
     "relations of all pairs": (

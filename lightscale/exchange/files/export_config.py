@@ -365,7 +365,9 @@ def _form(name: str, table: dict[str, Any], own: _Lightscale, path: Path) -> Mix
             known = ", ".join(key for key in usual if key in options.model_fields)
             raise UserError(f"{path}: forms.{name}.{shown(key)} = {shown(repr(value))}; use {known}")
     # Whether they go together with what stands elsewhere.
-    elsewhere = {"gate_rank": own.gate_ranks.get(name), "causal": own.lightnet_causal}
+    elsewhere = {"gate_rank": own.gate_ranks.get(name)} | (
+        {"causal": own.lightnet_causal} if name == "lightnet" else {}
+    )
     values = {key: value for key, value in (table | elsewhere).items() if key in options.model_fields}
     return form_of(name, checked(options, values, path, "forms", name))
 

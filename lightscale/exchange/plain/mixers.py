@@ -164,6 +164,8 @@ class TNLForm(GatedForm):
     linear, 8h/H (1 - l/L); minimax, 2^(-8(h+1)/H) (1 - l/(L-1+1e-5) + 1e-5)."""
     lrpe: str = "first"
     """The layers that rotate q and k by learned angles: first, all or none."""
+    causal: bool = True
+    """Whether tokens read those before them; otherwise the whole row, by two scans whose outputs are added."""
 
 
 def tnl_log_decays(kind: str, num_heads: int, layer: int, num_layers: int, device: torch.device) -> Tensor:
@@ -219,6 +221,8 @@ class TNLMixer(GatedOutputMixer):
         coordinates: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x: (b, n, d), normalised -> the same and the state ``S``: (b, h, K, k). raw: see ``gate``."""
+        if not self.form.causal:
+            refuse_state(self, state)
         q, k, v = F.silu(self.heads(self.q_proj(x))), F.silu(self.heads(self.k_proj(x))), self.heads(self.v_proj(x))
         wide = wide_dtype(x)
         left: State = {}
@@ -229,8 +233,13 @@ class TNLMixer(GatedOutputMixer):
         log_decay = tnl_log_decays(self.form.decay, self.num_heads, self.layer, self.num_layers, x.device)
         # Rounded to fp32 as the trained model has it.
         before = self.matrix_state(x, state, k.size(-1))
-        o, left["S"] = linear_attention(q, k, v, log_decay.to(wide), before, mask)
-        return self.output(o, self.gate(x, raw)), left
+        o, S = linear_attention(q, k, v, log_decay.to(wide), before, mask)
+        if self.form.causal:
+            return self.output(o, self.gate(x, raw)), {**left, "S": S}
+        turned = None if mask is None else mask.flip(1)
+        q, k, v = (y.flip(1) for y in (q, k, v))
+        image, _ = linear_attention(q, k, v, log_decay.to(wide), before, turned)
+        return self.output(o + image.flip(1), self.gate(x, raw)), {}
 
 
 class CosFormer2Mixer(GatedOutputMixer):
@@ -403,6 +412,8 @@ class HGRN2Form:
     """from_zero: 0 in the first layer; to_one: 1 in the last, whose mixer then writes nothing."""
     output_projection: bool = True
     """Whether a matrix W_o follows the norm."""
+    causal: bool = True
+    """Whether tokens read those before them; otherwise the whole row, by two scans whose outputs are added."""
 
 
 class HGRN2Mixer(HeadMixer):
@@ -426,6 +437,8 @@ class HGRN2Mixer(HeadMixer):
 
         ``lower_bound``: (d,), from 0 to 1; None: 0. ``lower_bounds`` makes those of a model's layers.
         """
+        if not self.form.causal:
+            refuse_state(self, state)
         wide = wide_dtype(x)
         bound = x.new_zeros(self.hidden_size, dtype=wide) if lower_bound is None else lower_bound.to(wide)
         q, v = self.heads(self.q_proj(x)), self.heads(self.v_proj(x))
@@ -437,9 +450,14 @@ class HGRN2Mixer(HeadMixer):
         if mask is not None:
             real = mask[..., None, None]
             k, v, log_decay = torch.where(real, k, 0), torch.where(real, v, 0), torch.where(real, log_decay, 0)
-        o, S = gated_linear_attention(q, k, v, log_decay, self.matrix_state(x, state, self.head_dim))
+        before = self.matrix_state(x, state, self.head_dim)
+        o, S = gated_linear_attention(q, k, v, log_decay, before)
+        if not self.form.causal:
+            q, k, v, log_decay = (y.flip(1) for y in (q, k, v, log_decay))
+            image, _ = gated_linear_attention(q, k, v, log_decay, before)
+            o = o + image.flip(1)
         mixed: Tensor = self.o_proj(rms_norm(o.flatten(2), None, self.eps))
-        return mixed, {"S": S}
+        return mixed, {"S": S} if self.form.causal else {}
 
 
 def lower_bounds(table: Tensor, kind: str = "from_zero") -> Tensor:

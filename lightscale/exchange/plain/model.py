@@ -139,6 +139,7 @@ class Shape:
         whole = {*LION_MIXERS, "bi-rn"}
         if not self.lightnet_causal:
             whole.add("lightnet")
+        whole.update(name for name, form in self.forms.items() if not getattr(form, "causal", True))
         whole.update(name for name, attention in self.attentions().items() if not attention.causal)
         return bool(whole & {*self.mixers})
 

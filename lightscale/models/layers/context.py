@@ -1,5 +1,6 @@
 """Facts about the tokens of a pass that a layer needs beside their activations."""
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +23,8 @@ from lightscale.kernels.common.captures import CannotCapture
 from lightscale.models.layers.grid import coordinates
 from lightscale.parallel.sequence import (
     AttentionExchange,
+    BothWays,
+    DiagonalScan,
     Replay,
     Scan,
     SplitAttention,
@@ -126,6 +129,15 @@ class SequenceContext:
         assert self.exchange is not None, "rows are whole here"
         own = scan(continues=self.continues, cu_seqlens=self.cu_seqlens)
         return begin(own, self.exchange, *written, name=layer or "", replay=self._replay_of(layer))
+
+    def begin_both_ways(self, scan: Callable[..., DiagonalScan], *written: Tensor | None, layer: str) -> Finish:
+        """``begin`` of ``scan`` from the left and from the right, whose outputs are added; also of whole rows."""
+        assert self.states is None, "only models that predict the next token generate"
+        both = functools.partial(BothWays, of=scan)
+        if self.exchange is not None:
+            return self.begin(both, *written, layer=layer)
+        whole = both(continues=self.continues, cu_seqlens=self.cu_seqlens)
+        return lambda q: whole.of_whole_rows(*written, q)
 
     def begin_tail(self, own: Tensor, size: int, *, layer: str) -> Callable[[], Tensor]:
         """Start fetching the ``size`` tokens before this rank's; see ``parallel.sequence.begin_tail``."""

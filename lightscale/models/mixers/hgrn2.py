@@ -4,7 +4,8 @@
     S_t = diag(f_t) S_{t-1} + k_t v_tᵀ;  out = W_o norm(concat S_tᵀ q_t)
 
 (arXiv 2404.07904.) The lower bounds β of all layers come from one table Γ that the model holds once
-(``LowerBounds``).
+(``LowerBounds``). With ``causal`` = false a second scan comes from the right, with the same f, k, v and q, and both are
+added: out = W_o norm(concat (S_tᵀ q_t + S'_tᵀ q_t)), S'_t = diag(f_t) S'_{t+1} + k_t v_tᵀ.
 """
 
 from typing import Any
@@ -81,6 +82,7 @@ class HGRN2(Mixer):
         self.fv_proj = column_parallel(config, d, 2 * d, std=model.init_std, group=self.group)
         self.q_proj = column_parallel(config, d, d, std=model.init_std, group=self.group)
         options = hgrn2_options(model)
+        self.reads_both_ways = not options.causal
         self.is_activated = options.query_activation == "silu"
         if options.output_projection:
             self.out_proj = row_parallel(config, d, d, std=self.output_std, group=self.group)
@@ -95,6 +97,7 @@ class HGRN2(Mixer):
         bounds = context.shared[LowerBoundsSpec.name]
         # Keys enter products and are rounded once. log f stays in fp32: it is summed over tokens, and so is its error.
         log_decay, k = forget_gate(f, bounds[self.layer].view(self.num_heads, -1), v.dtype)
-        finish = begin_gated(k, v, log_decay, context=context, state_name=self.state_name)
+        both_ways = self.reads_both_ways
+        finish = begin_gated(k, v, log_decay, context=context, state_name=self.state_name, both_ways=both_ways)
         (q,) = now or project(x, read)
         return self._projected(self._norm(finish(q)))

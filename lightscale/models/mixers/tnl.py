@@ -4,7 +4,8 @@
     S_t = λ S_{t-1} + k_t v_tᵀ;  o_t = S_tᵀ q_t;  out = W_o (norm(concat o) * u)
 
 (arXiv 2307.14995, arXiv 2401.04658; λ of equation 5 of the former.) The first layer rotates q and k by learnable
-angles (LRPE), which doubles their width. Options choose other decays, other layers for LRPE, and the gate's input.
+angles (LRPE), which doubles their width. Options choose other decays, other layers for LRPE, and the gate's input, and
+with ``causal`` = false a second scan, from the right, whose outputs are added.
 """
 
 import math
@@ -77,6 +78,7 @@ class TNL(GatedMixer):
         super().__init__(config, layer_number, model, *args, **kwargs)
         angles = lrpe_angles(model.num_heads, model.head_dim, model.axes)
         self.lrpe = LRPE(config, angles, self.group) if tnl_rotates(model, self.layer) else None
+        self.reads_both_ways = not tnl_options(model, self.layer).causal
         # Kept in fp32 in half-precision models: it is multiplied by distances.
         wide = torch.promote_types(config.params_dtype, torch.float32)
         made = LOG_DECAYS[tnl_options(model, self.layer).decay]
@@ -89,6 +91,14 @@ class TNL(GatedMixer):
         k, v, rest = self._read(x, raw, context, key="silu", query="silu")
         angles = None if self.lrpe is None else self.lrpe(context.coordinates)
         # Between begin and finish the state travels along the sequence ranks: the order of these lines is the overlap.
-        finish = begin_attention(k, v, self.log_decay, angles=angles, context=context, state_name=self.state_name)
+        finish = begin_attention(
+            k,
+            v,
+            self.log_decay,
+            angles=angles,
+            context=context,
+            state_name=self.state_name,
+            both_ways=self.reads_both_ways,
+        )
         q, gate = rest()
         return self._gated_output(finish(q), gate)

@@ -12,6 +12,7 @@ from lightscale.models.specs.interface import (
     Shapes,
     StagePartSpec,
     chunked_flops,
+    num_scans,
     rows_by_head,
 )
 from lightscale.models.specs.options import HGRN2Options
@@ -41,8 +42,9 @@ class HGRN2Spec(MixerSpec):
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, and attention in chunks."""
+        """Projections, and attention in chunks, of each scan."""
         attention = chunked_flops(model, sequence_length, operator=HGRN2Spec.operator, key_width=model.head_dim)
+        attention *= num_scans(model, layer)
         return sum(2 * prod(shape) for shape in HGRN2Spec.parameter_shapes(model, layer).values()) + attention
 
     @staticmethod
@@ -71,9 +73,9 @@ class HGRN2Spec(MixerSpec):
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a decay per channel forward, a state's cotangent backward."""
-        state = model.hidden_size * model.head_dim
-        return state + model.hidden_size, state
+        """A state of each scan and a decay per channel forward, the states' cotangents backward."""
+        states = num_scans(model, layer) * model.hidden_size * model.head_dim
+        return states + model.hidden_size, states
 
 
 def hgrn2_options(model: ModelConfig) -> HGRN2Options:

@@ -245,6 +245,11 @@ def rows_by_head(parameter: str, place: int, num_heads: int, head_dim: int) -> P
     return ParameterRows(parameter=parameter, ranges=tuple((start, start + head_dim) for start in starts))
 
 
+def num_scans(model: ModelConfig, layer: int) -> int:
+    """Of a mixer with a state that reads documents in each direction by itself: one, or two."""
+    return 1 if model.direction(layer) == "causal" else 2
+
+
 def projection_flops(model: ModelConfig) -> float:
     """Operations of the four projections of one mixer's forward pass, per token."""
     return 2 * 4 * model.hidden_size**2

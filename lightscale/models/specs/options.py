@@ -33,6 +33,8 @@ class GatedMixerOptions(LowRankGateOptions):
 class TNLOptions(GatedMixerOptions):
     """The options of TransNormerLLM."""
 
+    causal: bool = True
+    """Whether tokens see those up to themselves; false: all of their document, by two scans whose outputs are added."""
     decay: Literal["alibi", "linear", "minimax"] = "alibi"
     """-log of the decays: ALiBi's slopes times 1 - l/(L-1); 8h/H (1 - l/L), h from 0; or as MiniMax-Text-01 has it."""
     lrpe: Literal["first", "all", "none"] = "first"
@@ -42,6 +44,8 @@ class TNLOptions(GatedMixerOptions):
 class HGRN2Options(Section):
     """The options of HGRN2."""
 
+    causal: bool = True
+    """Whether tokens see those up to themselves; false: all of their document, by two scans whose outputs are added."""
     query_activation: Literal["silu", "none"] = "silu"
     """Activation of the queries; none: as in equation 13."""
     lower_bounds: Literal["from_zero", "to_one"] = "from_zero"

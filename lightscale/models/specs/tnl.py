@@ -2,7 +2,7 @@
 
 from lightscale.config.model import ModelConfig
 from lightscale.models.specs.gated import GatedMixerSpec, gated_projection_flops
-from lightscale.models.specs.interface import ParameterRows, Shapes, chunked_flops
+from lightscale.models.specs.interface import ParameterRows, Shapes, chunked_flops, num_scans
 from lightscale.models.specs.options import TNLOptions
 
 
@@ -14,10 +14,10 @@ class TNLSpec(GatedMixerSpec):
 
     @staticmethod
     def forward_flops_per_token(model: ModelConfig, layer: int, sequence_length: int) -> float:
-        """Projections, gate, and attention in chunks."""
+        """Projections, gate, and attention in chunks, of each scan."""
         width, axes = _key_width(model, layer), _axes(model, layer)
         chunks = chunked_flops(model, sequence_length, operator=TNLSpec.operator, key_width=width, axes=axes)
-        return gated_projection_flops(model, layer) + chunks
+        return gated_projection_flops(model, layer) + num_scans(model, layer) * chunks
 
     @staticmethod
     def parameter_shapes(model: ModelConfig, layer: int) -> Shapes:
@@ -33,9 +33,9 @@ class TNLSpec(GatedMixerSpec):
 
     @staticmethod
     def exchange_values(model: ModelConfig, layer: int) -> tuple[int, int]:
-        """A state and a decay per head and axis forward, a state's cotangent backward."""
-        state = _key_width(model, layer) * model.head_dim
-        return model.num_heads * (state + _axes(model, layer)), model.num_heads * state
+        """A state of each scan and a decay per head and axis forward, the states' cotangents backward."""
+        states = num_scans(model, layer) * _key_width(model, layer) * model.head_dim
+        return model.num_heads * (states + _axes(model, layer)), model.num_heads * states
 
     @staticmethod
     def more_kept_values(model: ModelConfig, layer: int) -> int:

@@ -7,6 +7,7 @@ A small summary describes the effect of a segment on the state that enters it (`
 """
 
 from lightscale.parallel.sequence.attention import AttentionExchange, SplitAttention
+from lightscale.parallel.sequence.both_ways import BothWays, added, doubled, doubled_bounds
 from lightscale.parallel.sequence.exchange import Gather, Ring, StateExchange, TwoLevel
 from lightscale.parallel.sequence.head_exchange import HeadExchange
 from lightscale.parallel.sequence.key_ring import KeyRing
@@ -14,6 +15,7 @@ from lightscale.parallel.sequence.keys_values import KeyGather, begin_gather
 from lightscale.parallel.sequence.passing import Replay, begin
 from lightscale.parallel.sequence.scans import (
     DeltaRuleScan,
+    DiagonalScan,
     GatedScan,
     LightNetScan,
     LightNetWholeScan,
@@ -29,7 +31,9 @@ from lightscale.parallel.sequence.tails import begin_tail
 
 __all__ = [
     "AttentionExchange",
+    "BothWays",
     "DeltaRuleScan",
+    "DiagonalScan",
     "GatedScan",
     "Gather",
     "HeadExchange",
@@ -49,7 +53,10 @@ __all__ = [
     "StateExchange",
     "TPEScan",
     "TwoLevel",
+    "added",
     "begin",
     "begin_gather",
     "begin_tail",
+    "doubled",
+    "doubled_bounds",
 ]

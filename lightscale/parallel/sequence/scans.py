@@ -108,6 +108,9 @@ class Scan(ABC):
 class DiagonalScan(Scan):
     """A scan whose state only decays: a tensor S, zero where a document begins."""
 
+    of_heads: ClassVar[frozenset[int]] = frozenset()
+    """Places of the inputs that all tokens share, beside decays (H,)."""
+
     def entering(self, state: Tensors) -> Tensors:
         # A document that begins with the row's first token is cut off twice: here for this rank's own tokens, in
         # ``_summary`` for the ranks behind, to which nothing from before the document may go on.
@@ -126,6 +129,7 @@ class LightningScan(DiagonalScan):
     """
 
     algebra: ClassVar[Algebra] = algebra_of("lightning")
+    of_heads: ClassVar[frozenset[int]] = frozenset({3})
 
     def summarize(self, written: Inputs) -> Tensors:
         k, v, log_decay, *angles = written

@@ -54,6 +54,8 @@ CAUSAL[GRID] = ["tnl", "cosformer2", "lightnet", "decay-attention"]
 WHOLE = "lightnet of whole documents"
 BOTH_WAYS = {name: [f"{name}*2"] for name, entry in MIXERS.items() if entry.directions == BIDIRECTIONAL}
 BOTH_WAYS[WHOLE] = ["lightnet*2"]
+SCANS = "two scans"
+BOTH_WAYS[SCANS] = ["tnl", "hgrn2"]
 PATTERNS = CAUSAL | BOTH_WAYS
 DRAWN: list[str] = drawing.some("mixers", list(PATTERNS), 6)
 # Outputs of heads of 8 channels nearly vanish at some tokens, where the norm of each head magnifies bf16's rounding.
@@ -62,6 +64,7 @@ MORE: dict[str, dict[str, Any]] = {
     **{name: {"mixer_options": {name: options}} for name, options in FORGIVING.items()},
     HYBRID: {"mixer_options": FORGIVING},
     WHOLE: {"mixer_options": {"lightnet": {"causal": False}}},
+    SCANS: {"mixer_options": {"tnl": {"causal": False}, "hgrn2": {"causal": False}}},
     # The last tokens are in its state too.
     CONVOLVED: {
         "mixer_options": {

@@ -173,6 +173,30 @@ def lightnet_raw_gate(model: ModelConfig, x: Tensor, weights: Weights, layer: in
     return plain.gated_output(model, plain.silu(q) @ S, weights[plain.RAW_INPUT], weights)
 
 
+def tnl_two_scans(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Each pair of tokens once by its distance, and each token with itself twice, once for each scan."""
+    q, k, v = plain.heads(model, x, weights)
+    distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
+    decay = minimax_decays(model, layer)[:, None, None] ** distance.abs()
+    turns = distance[..., None] * weights["lrpe.theta"][:, None, None]
+    scores = torch.einsum("htc, hsc, htsc -> hts", plain.silu(q), plain.silu(k), turns.cos()) * decay
+    return plain.gated_output(model, (scores + torch.diag_embed(scores.diagonal(dim1=1, dim2=2))) @ v, x, weights)
+
+
+def hgrn2_two_scans(model: ModelConfig, x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """The recurrence from either end, whose outputs are added."""
+    q, f, v = plain.heads(model, x, weights)
+    bound = mixers.lower_bounds(weights["lower_bounds.table"])[layer].view(model.num_heads, 1, model.head_dim)
+    forget = bound + (1 - bound) * torch.sigmoid(f)
+    outputs = [torch.zeros_like(v[:, 0])] * len(x)
+    for tokens in (range(len(x)), reversed(range(len(x)))):
+        S = torch.zeros(model.num_heads, model.head_dim, model.head_dim, dtype=x.dtype)
+        for t in tokens:
+            S = forget[:, t, :, None] * S + (1 - forget[:, t, :, None]) * v[:, t, None, :]
+            outputs[t] = outputs[t] + torch.einsum("hkv, hk -> hv", S, plain.silu(q[:, t]))
+    return plain.norm(model, plain.concatenated(torch.stack(outputs, dim=1))) @ weights["out_proj.weight"].T
+
+
 PRINTED = {"gate_input": "raw", "output_projection": False}
 UNTIED = {"final_norm": False, "tie_word_embeddings": False}
 CASES: dict[str, Case] = {
@@ -237,6 +261,12 @@ CASES: dict[str, Case] = {
         lightnet_learned_whole,
         plain.toeplitz,
     ),
+    "noncausal tnl": (
+        {"mixer": "tnl", "mixer_options": {"tnl": {"causal": False, "lrpe": "all", "decay": "minimax"}}},
+        tnl_two_scans,
+        None,
+    ),
+    "noncausal hgrn2": ({"mixer": "hgrn2", "mixer_options": {"hgrn2": {"causal": False}}}, hgrn2_two_scans, None),
     "noncausal without LRPE": (
         {
             "mixer": "lightnet",
