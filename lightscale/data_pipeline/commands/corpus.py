@@ -39,7 +39,7 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     add = own.add_argument
     add("--name", help="name of the source (default: name of the corpus or of the first path)")
     tokenizers = (
-        "sentencepiece (trained here), tiktoken:ENCODING, ascii (a token for each character), "
+        "sentencepiece (trained here), tiktoken:ENCODING, ascii (a token for each character), bytes, "
         "or the path of a store or a tokenizer's file"
     )
     add("--tokenizer", help=f"{tokenizers} (default: {TRAINED_TOKENIZER})")
@@ -49,7 +49,8 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     suffixes = f"suffixes of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
     add("--suffixes", help=suffixes)
     add("--text-field", help="field of the text in jsonl and parquet files (default: text)")
-    add("--label-field", help="field of the documents' classes in jsonl and parquet files (default: no classes)")
+    label = "field of the documents' classes in jsonl and parquet files; folder: of text files that of their folder"
+    add("--label-field", help=f"{label} (default: no classes)")
     add("--language", help="filter documents by the rules of this language (default: keep all)")
 
 

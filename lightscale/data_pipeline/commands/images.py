@@ -15,7 +15,7 @@ from lightscale.errors import UserError
 from lightscale.output.progress import progress_bars
 
 _SHAPE = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})x([1-9][0-9]{0,2})")
-_OF_PIXELS = ("resize", "convert_modes", "image_field")
+_OF_PIXELS = ("resize", "convert_modes", "image_field", "pixels")
 _OF_IMAGES = (*_OF_PIXELS, "validation_images", "latents_dtype")
 # Of texts alone, with the values that leave them out.
 _OF_TEXTS = (
@@ -27,7 +27,8 @@ _OF_TEXTS = (
 def add_images(parser: argparse.ArgumentParser) -> None:
     """Declare the options of images."""
     add = parser.add_argument_group(
-        "for images (with --images; PATHs are folders, .tar, .parquet and .npz files; with --latents no .parquet)"
+        "for images (with --images; PATHs are folders, .tar, .parquet, .npz and CIFAR-10's .bin files; with --latents "
+        "folders, .tar and .npz)"
     ).add_argument
     shape = "prepare images of this shape in pixels and channels (1: grey, 3: RGB), such as 224x224x3"
     add("--images", metavar="HEIGHTxWIDTHxCHANNELS", help=shape)
@@ -35,6 +36,8 @@ def add_images(parser: argparse.ArgumentParser) -> None:
     add("--resize", choices=["crop", "stretch"], help=f"{resize} (default: refuse them)")
     convert = "convert other modes (palettes, alpha, grey or RGB) to the channels of --images (default: refuse them)"
     add("--convert-modes", action="store_true", help=convert)
+    pixels = "make each grey pixel a token, row by row, for models of sequences (default: pixels for models of images)"
+    add("--pixels", action="store_true", help=pixels)
     held = "file or directory of the validation images, in place of a share; repeatable"
     add("--validation-images", type=path_argument, action="append", metavar="PATH", help=held)
     latents = "prepare latents, floats of this shape in .npy, .tar and .npz files, such as 32x32x4"
@@ -61,6 +64,7 @@ def prepare_images_command(args: argparse.Namespace) -> int:
         validation=_validation(args),
         strict=args.strict,
         workers=1 if args.workers is None else args.workers,
+        as_tokens=args.pixels,
     )
     started = time.monotonic()
     with progress_bars(counts="images") as progress:

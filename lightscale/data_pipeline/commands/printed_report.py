@@ -28,20 +28,22 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     """Print the content of a ``report.json`` as text."""
     if (images := report.get("images")) is not None:
         _print_images(console, images)
-    else:
+    # Pixels are an array of images, or tokens as those of texts.
+    has_tokens = report["tokenizer"]["vocab_size"] > 1
+    if has_tokens:
         tokenizer = report["tokenizer"]
         console.print(
             f"tokenizer {tokenizer['name']}: {tokenizer['vocab_size']:,} ids, end of text {tokenizer['eot_id']}, "
             f"sha256 {tokenizer['sha256'][:16]}…"
         )
-    console.print(_sources(report, images=images))
+    console.print(_sources(report, images=None if has_tokens else images))
     if weights := report.get("weights"):
         console.print("weights: " + ", ".join(f"{name} {weight:.7g}" for name, weight in weights.items()))
     if any("classes" in source for source in report["sources"].values()):
         console.print(_classes(report))
     for name, source in report.get("corpus", {}).items():
         _print_dropped(console, name, source["stages"])
-    if images is None:
+    if has_tokens:
         _print_entropies(console, report["unigram_entropy_nats"])
     _print_problems(console, report["problems"])
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
-from lightscale.data_pipeline.tokenizers.interface import END_OF_TEXT
 from lightscale.errors import UserError
 
 GENERATORS = {
@@ -79,21 +78,6 @@ def generator_class(name: str) -> type[Generator]:
     found = getattr(importlib.import_module(module), attribute)
     assert issubclass(found, Generator), f"{GENERATORS[name]} is no Generator"
     return found
-
-
-def symbol_tokenizer(name: str, symbols: Sequence[str], pattern: str) -> TiktokenTokenizer:
-    """A tokenizer whose tokens are ``symbols``, which ``pattern`` finds in a text, and bytes for all other text.
-
-    Ids are 0 to 255 for bytes, then the symbols in order, then the end-of-text token.
-    """
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    ranks |= {symbol.encode(): 256 + number for number, symbol in enumerate(symbols)}
-    return TiktokenTokenizer(
-        name=name,
-        pat_str=rf"{pattern}|(?s:.)",
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: len(ranks)},
-    )
 
 
 def require_range(option: str, value: int, least: int, most: int) -> None:

@@ -20,9 +20,9 @@ from lightscale.data_pipeline.generators.interface import (
     MadeDocument,
     integer,
     require_range,
-    symbol_tokenizer,
 )
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.data_pipeline.tokenizers.symbols import symbol_tokenizer
 from lightscale.errors import UserError
 
 OPERATION_SHARE = 0.25

@@ -7,8 +7,6 @@ section 2.4: 32 x 32 pixels are 1,024 tokens; Path-X has 128 x 128, 16,384 token
 paths and shorter distractors of dashes, each turned by a small random angle from the one before, that keep a distance
 from each other. The images are not theirs: sizes are shares of the image's side, and in every image the ends of one
 path are as far from each other as two ends of different paths, so that the distance of the marks says nothing.
-
-A pixel is a token of 256 shades. Its character is the Braille pattern of its value, so that a text shows something.
 """
 
 import argparse
@@ -26,14 +24,11 @@ from lightscale.data_pipeline.generators.interface import (
     MadeDocument,
     integer,
     require_range,
-    symbol_tokenizer,
 )
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer
+from lightscale.data_pipeline.tokenizers.symbols import SHADES, shade_tokenizer
 from lightscale.errors import UserError
 
-_FIRST_SHADE = 0x2800
-"""Of 256 Braille patterns."""
-_SHADES = tuple(chr(_FIRST_SHADE + value) for value in range(256))
 _MOST_TRIES, _MOST_STARTS, _MOST_TURNS = 500, 20, 6
 # Shares of the image's side.
 _DASH, _GAP, _THICKNESS, _MARK, _CLEARANCE, _MARGIN = 0.035, 0.02, 0.028, 0.045, 0.08, 0.05
@@ -80,14 +75,14 @@ class Pathfinder(Generator):
 
     def tokenizer(self) -> TiktokenTokenizer:
         """A token for each of 256 shades."""
-        return symbol_tokenizer("pathfinder", _SHADES, f"[{_SHADES[0]}-{_SHADES[-1]}]")
+        return shade_tokenizer("pathfinder")
 
     def make(self, random: Random) -> MadeDocument:
         """See ``Generator``. ``UserError`` where hardly any image has room for the paths."""
         label = integer(random, 0, 1)
         paths, marks = self.paths(random, is_joined=label == 1)
         pixels = drawn(self.side, paths, marks)
-        return MadeDocument(text="".join(_SHADES[value] for value in pixels.ravel().tolist()), label=label)
+        return MadeDocument(text="".join(SHADES[value] for value in pixels.ravel().tolist()), label=label)
 
     def paths(self, random: Random, *, is_joined: bool) -> tuple[list[Path], tuple[Point, Point]]:
         """The two long paths, then the distractors; and where the marks are."""

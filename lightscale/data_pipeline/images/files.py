@@ -1,9 +1,10 @@
-"""Images and their classes out of files: folders, webdataset tars, parquet, npz.
+"""Images and their classes out of files: folders, webdataset tars, parquet, npz, CIFAR-10's binary version.
 
     PATH/CLASS/…/NAME.png    a folder for each class, below a directory
     NAME.tar                 webdataset: KEY.jpg beside KEY.cls, or KEY.json with the label field
     NAME.parquet             rows with a column of images (bytes, or datasets' {bytes, path}) and a column of labels
     NAME.npz                 arrays images, uint8 (n, h, w) or (n, h, w, c), and labels, (n,)
+    NAME.bin                 CIFAR-10's records: a byte of the class, then 32 x 32 bytes of red, of green and of blue
 
 Directories may hold files of every kind, at any depth. Files come in the order of their names.
 """
@@ -242,11 +243,57 @@ class Arrays(ImageFiles):
         return arrays
 
 
+class CIFARBinaries(ImageFiles):
+    """The binary version of CIFAR-10; ``batches.meta.txt`` beside a file, one class on a line, has the names."""
+
+    _SIDE, _CLASSES = 32, 10
+
+    def labels(self) -> Iterator[str]:
+        """See ``ImageFiles``."""
+        for path in self.paths:
+            names = self._names(path)
+            yield from (names[number] for number in self._records(path)[:, 0])
+
+    def images(self) -> Iterator[FoundImage]:
+        """See ``ImageFiles``."""
+        for path in self.paths:
+            names = self._names(path)
+            for number, record in enumerate(self._records(path)):
+                planes = record[1:].reshape(3, self._SIDE, self._SIDE)
+                yield FoundImage(id=f"{path}:{number}", data=planes.transpose(1, 2, 0), label=names[record[0]])
+
+    def _records(self, path: Path) -> NDArray[np.uint8]:
+        content = _content(path)
+        size = 1 + 3 * self._SIDE**2
+        if not content or len(content) % size:
+            raise UserError(
+                f"{path}: {len(content):,} bytes are no records of {size:,}, as the binary version of CIFAR-10 has; "
+                "give its data_batch_*.bin and test_batch.bin"
+            )
+        records = np.frombuffer(content, dtype=np.uint8).reshape(-1, size)
+        if (largest := int(records[:, 0].max())) >= self._CLASSES:
+            raise UserError(
+                f"{path}: a record has the class {largest}, and CIFAR-10 has 0 to {self._CLASSES - 1}; give its "
+                "data_batch_*.bin and test_batch.bin"
+            )
+        return records
+
+    def _names(self, path: Path) -> list[str]:
+        found = path.with_name("batches.meta.txt")
+        if not found.is_file():
+            return [str(number) for number in range(self._CLASSES)]
+        names = _content(found).decode(errors="replace").split()
+        if len(names) != self._CLASSES:
+            raise UserError(f"{found}: {len(names)} names of classes; CIFAR-10 has {self._CLASSES}")
+        return [self.fields.class_name(name, str(found)) for name in names]
+
+
 KINDS: Mapping[str, type[ImageFiles]] = {
     **dict.fromkeys(SUFFIXES, Folders),
     ".tar": Tars,
     ".parquet": Parquets,
     ".npz": Arrays,
+    ".bin": CIFARBinaries,
 }
 
 

@@ -3,6 +3,9 @@
 Without a path of validation images, a share of all images is held out by the hash of their pixels: equal images are on
 the same side, and the side of an image does not depend on the others. The store is a function of the files and the
 settings, whatever the number of threads.
+
+With ``as_tokens`` an image is a sequence of tokens, its grey values row by row, as in Long Range Arena (arXiv
+2011.04006, section 2.4): a document as of texts, with a label.
 """
 
 import itertools
@@ -23,10 +26,12 @@ from lightscale.data_pipeline.images.files import KINDS, Fields, FoundImage, Ima
 from lightscale.data_pipeline.images.latents import LATENT_KINDS, LatentForm, Moments
 from lightscale.data_pipeline.preparation.labels import check_number, in_order
 from lightscale.data_pipeline.preparation.readers.inputs import Problems
+from lightscale.data_pipeline.preparation.report import entropies
 from lightscale.data_pipeline.preparation.units import split_of
 from lightscale.data_pipeline.store.format import IMAGE, LABEL, VALIDATION_SUFFIX, Split, TokenizerIdentity
 from lightscale.data_pipeline.store.token_store import SourceWriter, StoreWriter
-from lightscale.data_pipeline.tokenizers import NoText
+from lightscale.data_pipeline.tokenizers import NoText, Tokenizer
+from lightscale.data_pipeline.tokenizers.symbols import FIRST_SYMBOL, shade_tokenizer
 from lightscale.errors import UserError
 
 Values = NDArray[Any]
@@ -74,6 +79,21 @@ class ImageSettings:
     """Whether the first broken image is an error; otherwise broken images are counted and skipped."""
     workers: int = 1
     """Threads that decode."""
+    as_tokens: bool = False
+    """Whether a pixel is a token; otherwise pixels are an array of the store."""
+
+    def __post_init__(self) -> None:
+        if self.as_tokens and self.form.shape[2] != 1:
+            height, width, channels = self.form.shape
+            raise UserError(
+                f"--pixels: a token is a grey value, and --images {height}x{width}x{channels} has {channels} channels; "
+                f"use {height}x{width}x1, with --convert-modes for images in colours"
+            )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """That of the store."""
+        return shade_tokenizer("pixels") if self.as_tokens else NoText()
 
     @property
     def sources(self) -> dict[Split, str]:
@@ -113,24 +133,37 @@ def prepare_images(
         inputs["validation"] = find_files(validation_paths, settings.fields, kinds)
     classes, total = _classes(itertools.chain.from_iterable(inputs.values()))
     problems = Problems(strict=settings.strict)
-    with StoreWriter(out, NoText(), classes={LABEL: classes}, image_shape=form.shape, **_lengths(num_bytes)) as writer:
-        arrays: dict[str, Any] = {IMAGE: (form.dtype, (math.prod(form.shape),)), LABEL: "int32"}
+    tokenizer = settings.tokenizer
+    arrays: dict[str, Any] = {LABEL: "int32"}
+    layout: dict[str, Any] = {}
+    if not settings.as_tokens:
+        arrays[IMAGE] = (form.dtype, (math.prod(form.shape),))
+        layout = {"image_shape": form.shape, **_lengths(num_bytes)}
+    with StoreWriter(out, tokenizer, classes={LABEL: classes}, **layout) as writer:
         sources = {split: writer.source(name, split, documents=arrays) for split, name in settings.sources.items()}
         written: dict[Split, Counter[str]] = {split: Counter() for split in sources}
         numbers = {name: number for number, name in enumerate(classes)}
+        counts = {split: np.zeros(tokenizer.vocab_size, np.int64) for split in sources}
         done, moments = 0, Moments(form.shape[2])
         for split, image, pixels in _split(inputs, settings):
             done += 1
             if isinstance(pixels, Broken):
                 problems.add(BROKEN, f"{image.id}: {pixels.reason}")
             else:
-                values: dict[str, ArrayLike] = {IMAGE: pixels.reshape(-1), LABEL: numbers[image.label]}
-                sources[split].append([], num_bytes=num_bytes, documents=values)
+                values: dict[str, ArrayLike] = {LABEL: numbers[image.label]}
+                ids = np.zeros(0, np.uint32)
+                if settings.as_tokens:
+                    ids = pixels.reshape(-1).astype(np.uint32) + FIRST_SYMBOL
+                    counts[split] += np.bincount(ids, minlength=tokenizer.vocab_size)
+                    counts[split][tokenizer.eot_id] += 1
+                else:
+                    values[IMAGE] = pixels.reshape(-1)
+                sources[split].append(ids, num_bytes=num_bytes, documents=values)
                 written[split][image.label] += 1
                 if is_latent and split == "train":
                     moments.add(pixels)
             if done % _AT_ONCE == 0:
-                # It flushes by tokens, of which an image has one.
+                # It flushes by tokens, of which an image may have one.
                 for source in sources.values():
                     source.flush()
                 progress(_STEP, done, total)
@@ -138,14 +171,14 @@ def prepare_images(
             raise UserError(f"{', '.join(map(str, paths))}: no training image is left; {_why(problems, done)}")
         progress(_STEP, total, total)
         report = {
-            "tokenizer": asdict(TokenizerIdentity.of(NoText())),
+            "tokenizer": asdict(TokenizerIdentity.of(tokenizer)),
             "images": {**form.report(), "read": done, **(moments.report() if is_latent else {})},
             "sources": {
                 settings.sources[split]: _source(source, written[split], classes)
                 for split, source in sources.items()
                 if written[split]
             },
-            "unigram_entropy_nats": {"train": 0.0},
+            "unigram_entropy_nats": entropies(counts) if settings.as_tokens else {"train": 0.0},
             "weights": None,
             "problems": problems.as_json(),
         }

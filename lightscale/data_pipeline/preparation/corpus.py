@@ -56,6 +56,8 @@ from lightscale.errors import UserError, shortened
 DEFAULT_VOCAB_SIZE = 4096
 TRAINED_TOKENIZER = "sentencepiece"
 ASCII_TOKENIZER = "ascii"
+BYTE_TOKENIZER = "bytes"
+_NAMED_TOKENIZERS = (TRAINED_TOKENIZER, ASCII_TOKENIZER, BYTE_TOKENIZER)
 # Weights are rounded by hand: 0.333 + 0.333 + 0.334 and three times 0.3333 are both meant as 1.
 _WEIGHT_TOLERANCE = 1e-3
 
@@ -141,7 +143,8 @@ class SourceConfig(Section):
     id_field: str | None = None
     """Field of jsonl objects and column of parquet files with an id or URL to store; none: no id is stored."""
     label_field: str | None = None
-    """Field of jsonl objects and column of parquet files with the class of each document; none: no classes."""
+    """Field of jsonl objects and column of parquet files with the class of each document; of text files, folder is the
+    name of their folder; none: no classes."""
     suffixes: _Texts = Field(default_factory=lambda: list(DEFAULT_SUFFIXES))
     """Suffixes of the files to read in directories; with ``format``, the default is the suffixes of the format."""
     validation: Fraction | None = None
@@ -222,8 +225,8 @@ class Corpus(Section):
     """A corpus file."""
 
     tokenizer: str = TRAINED_TOKENIZER
-    """sentencepiece, trained on the corpus; tiktoken:ENCODING; ascii, a token for each character; or the path of a
-    store or a tokenizer's file."""
+    """sentencepiece, trained on the corpus; tiktoken:ENCODING; ascii, a token for each character; bytes, a token
+    for each byte; or the path of a store or a tokenizer's file."""
     vocab_size: Ids | None = None
     """Vocabulary size of a tokenizer trained here, special tokens included; none: 4096."""
     validation: Fraction = 0.0
@@ -263,7 +266,7 @@ class Corpus(Section):
 
     def chats(self) -> dict[str, Chat]:
         """How conversations become texts, by source; reads templates. Raises ``UserError`` for one with a fault."""
-        is_named = self.tokenizer in (TRAINED_TOKENIZER, ASCII_TOKENIZER) or self.tokenizer.startswith("tiktoken:")
+        is_named = self.tokenizer in _NAMED_TOKENIZERS or self.tokenizer.startswith("tiktoken:")
         tokenizer = None if is_named else Path(self.tokenizer)
         chats = {}
         for name, source in self.sources.items():
@@ -351,7 +354,7 @@ def load_corpus(path: Path) -> Corpus:
     }
     # Only the path of a tokenizer is relative to the file; the other forms are names.
     tokenizer = corpus.tokenizer
-    if tokenizer not in (TRAINED_TOKENIZER, ASCII_TOKENIZER) and not tokenizer.startswith("tiktoken:"):
+    if tokenizer not in _NAMED_TOKENIZERS and not tokenizer.startswith("tiktoken:"):
         tokenizer = str(base / tokenizer)
     return corpus.model_copy(update={"sources": sources, "tokenizer": tokenizer})
 

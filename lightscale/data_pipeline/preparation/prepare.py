@@ -27,7 +27,13 @@ from lightscale import __version__
 from lightscale.data_pipeline.executors import Advance, Executor, ExecutorFactory, InProcess, Progress, Task
 from lightscale.data_pipeline.preparation import assemble, deduplication
 from lightscale.data_pipeline.preparation.base import BaseStore
-from lightscale.data_pipeline.preparation.corpus import ASCII_TOKENIZER, DEFAULT_VOCAB_SIZE, TRAINED_TOKENIZER, Corpus
+from lightscale.data_pipeline.preparation.corpus import (
+    ASCII_TOKENIZER,
+    BYTE_TOKENIZER,
+    DEFAULT_VOCAB_SIZE,
+    TRAINED_TOKENIZER,
+    Corpus,
+)
 from lightscale.data_pipeline.preparation.html_report import make_html_report
 from lightscale.data_pipeline.preparation.plan import PreparationPlan, UnitSummary, read_plan, write_plan
 from lightscale.data_pipeline.preparation.removed import export, require_new
@@ -54,6 +60,7 @@ from lightscale.data_pipeline.tokenizers import (
     load_tokenizer,
     train_sentencepiece,
 )
+from lightscale.data_pipeline.tokenizers.symbols import byte_tokenizer
 from lightscale.data_pipeline.whole_files import whole_directory
 from lightscale.errors import UserError, shortened
 
@@ -237,11 +244,13 @@ def given_tokenizer(corpus: Corpus) -> Tokenizer | None:
         return None
     if choice == ASCII_TOKENIZER:
         return AsciiTokenizer()
+    if choice == BYTE_TOKENIZER:
+        return byte_tokenizer()
     if choice.startswith("tiktoken:"):
         return load_tiktoken(choice.removeprefix("tiktoken:"))
     if not Path(choice).exists():
         raise UserError(
-            f"tokenizer {choice}: no such file; use sentencepiece, ascii, tiktoken:ENCODING "
+            f"tokenizer {choice}: no such file; use sentencepiece, ascii, bytes, tiktoken:ENCODING "
             "(tiktoken:cl100k_base), "
             "or the path of a store or a tokenizer's file"
         )

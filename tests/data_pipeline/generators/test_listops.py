@@ -18,13 +18,13 @@ from lightscale.data_pipeline.generators.interface import (
     Generator,
     MadeDocument,
     integer,
-    symbol_tokenizer,
 )
 from lightscale.data_pipeline.generators.listops import ListOps
 from lightscale.data_pipeline.generators.write import write_made_store
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.data_pipeline.store.verify import verify_store
 from lightscale.data_pipeline.tokenizers import TiktokenTokenizer, load_tokenizer
+from lightscale.data_pipeline.tokenizers.symbols import symbol_tokenizer
 
 INNERMOST = re.compile(r"\[(MAX|MIN|MED|SM)((?: \d)+) \]")
 RULES = {

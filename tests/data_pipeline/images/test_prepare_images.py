@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lightscale.cli import main
 from lightscale.data_pipeline.store.several_stores import SeveralStores
 from lightscale.data_pipeline.store.token_store import TokenStore
+from lightscale.data_pipeline.tokenizers.symbols import shade_tokenizer
 from lightscale.errors import UserError
 
 Image = pytest.importorskip("PIL.Image", reason="images are decoded by Pillow")
@@ -75,6 +76,16 @@ def write_npz(root: Path) -> None:
     np.savez(root / "all.npz", images=pixels(), labels=np.array(LABELS))
 
 
+def write_cifar(root: Path) -> None:
+    """CIFAR-10's records, with other classes than LABELS."""
+    root.mkdir()
+    images = pixels((32, 32, 3))
+    for name, numbers in {"data_batch_1.bin": range(3), "data_batch_2.bin": range(3, 5)}.items():
+        # A byte of the class, and the colours one after another.
+        records = [bytes([9 - number]) + images[number].transpose(2, 0, 1).tobytes() for number in numbers]
+        (root / name).write_bytes(b"".join(records))
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
     "folder": write_folder,
     "tar": write_tar,
@@ -115,6 +126,63 @@ def test_pixels_and_classes_come_back(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "images of 6 x 8 pixels, 3 channels: 5 read" in shown
     assert "label cat" in shown
     assert "document arrays: image (uint8 x 144), label (int32)" in shown
+
+
+@pytest.mark.parametrize("names", ["", "zero one two three four five six seven eight nine\n"])
+def test_records_of_cifar_are_images(tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str) -> None:
+    write_cifar(tmp_path / "cifar")
+    if names:
+        (tmp_path / "cifar/batches.meta.txt").write_text(names.replace(" ", "\n"))
+    words = [tmp_path / "cifar", "--images", "32x32x3", "--validation", "0", "--out", tmp_path / "store"]
+    prepare(capsys, *words)
+    expected = (names.split() or [*map(str, range(10))])[9:4:-1]
+    found = [(label, array.tobytes()) for label, array in zip(expected, pixels((32, 32, 3)), strict=True)]
+    assert content(tmp_path / "store", "cifar") == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.bin": b"\0" * 3074}, "a.bin: 3,074 bytes are no records of 3,073, as the binary version of CIFAR-10 has"),
+        ({"a.bin": b""}, "a.bin: 0 bytes are no records"),
+        ({"a.bin": b"\x0a" + b"\0" * 3072}, "a.bin: a record has the class 10, and CIFAR-10 has 0 to 9"),
+        (
+            {"a.bin": b"\0" * 3073, "batches.meta.txt": b"cat\ndog\n"},
+            "batches.meta.txt: 2 names of classes; CIFAR-10 has 10",
+        ),
+    ],
+)
+def test_wrong_records_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, bytes], message: str
+) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    words = ["data", "prepare", str(tmp_path / "a.bin"), "--images", "32x32x3", "--out", str(tmp_path / "store")]
+    assert main(words) == 78
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_pixels_are_tokens_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A document is the grey values of an image, row by row, behind the end-of-text token; with its class."""
+    write_cifar(tmp_path / "cifar")
+    words = [tmp_path / "cifar", "--images", "32x32x1", "--convert-modes", "--pixels", "--out", tmp_path / "store"]
+    report = prepare(capsys, *words, "--validation-images", tmp_path / "cifar/data_batch_2.bin")
+    store = TokenStore(tmp_path / "store")
+    assert store.image_shape is None
+    assert {name: one["documents"] for name, one in report["sources"].items()} == {"cifar": 5, "cifar-validation": 2}
+    source = store.source("cifar")
+    tokens = source.read(0, source.num_tokens).reshape(5, 1 + 32 * 32)
+    assert (tokens[:, 0] == store.tokenizer.eot_id).all()
+    grey = [np.asarray(Image.fromarray(one).convert("L")).ravel() for one in pixels((32, 32, 3))]
+    assert np.array_equal(tokens[:, 1:], np.stack(grey).astype(np.int64) + 256)
+    assert [store.label("cifar", number) for number in range(5)] == ["9", "8", "7", "6", "5"]
+    # Of generated images the same shades have the same ids.
+    assert store.tokenizer.sha256 == shade_tokenizer("pathfinder").sha256
+    assert main(["data", "verify", str(tmp_path / "store")]) == 0
+    assert main(["data", "inspect", str(tmp_path / "store"), "--sample", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "images of 32 x 32 pixels, 1 channel" in shown and "tokenizer pixels: 513 ids" in shown
 
 
 def test_the_store_does_not_depend_on_threads_or_on_other_images(
@@ -205,6 +273,10 @@ def test_other_sizes_and_modes_are_changed_on_request() -> None:
         (["--images", "999x999x3"], "--images: 2,994,003 bytes per image; use at most 1,048,576"),
         (["--tokenizer", "ascii"], "--images and --tokenizer: the latter is for texts; remove it"),
         (["--validation", "1"], "--validation 1.0: must be at least 0 and below 1"),
+        (
+            ["--pixels"],
+            "--pixels: a token is a grey value, and --images 8x6x3 has 3 channels; use 8x6x1, with --convert",
+        ),
         (["--workers", "0"], "--workers 0: use at least 1"),
     ],
 )

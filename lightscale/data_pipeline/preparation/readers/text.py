@@ -1,9 +1,14 @@
-"""A file that is one document."""
+"""A file that is one document, of the class that its folder is named after, where classes are read by folder."""
 
 from collections.abc import Iterator
+from pathlib import PurePath
 
+from lightscale.data_pipeline.preparation.readers.inputs import MISSING
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
+
+FOLDER = "folder"
+"""The only field of a text file, beside its text."""
 
 
 class WholeText(InputFormat):
@@ -16,5 +21,6 @@ class WholeText(InputFormat):
             reading.too_long(file.id, file.size_bytes)
         else:
             data = file.path.read_bytes()
-            yield RawDocument(id=file.id, data=data, num_bytes=len(data))
+            folder = PurePath(str(file.path)).parent.name if reading.options.label_field == FOLDER else ""
+            yield RawDocument(id=file.id, data=data, num_bytes=len(data), label=folder or MISSING)
         reading.advance(file_range.num_bytes)
