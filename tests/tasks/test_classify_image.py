@@ -254,7 +254,8 @@ def test_changed_images_are_the_same_on_every_layout_and_after_a_resume(tmp_path
             place = {"data_rank": rank, "data_size": ranks, "sequence_rank": part, "sequence_size": sequence}
             other = loader(path, model, task=task, micro=micro, **place)
             # Of a run that stopped behind the fourth step, in the second epoch.
-            other.load_state_dict({**one.state_dict(), "tokens": one.step_tokens.after(4)})
+            tokens = one.step_tokens.after(4)
+            other.load_state_dict({**one.state_dict(), "tokens": tokens, "position": tokens})
             found = rows_of(other.next_step())
             own = [row for row in range(8) if row // micro % ranks == rank]
             columns = slice(part * 10 // sequence, (part + 1) * 10 // sequence)

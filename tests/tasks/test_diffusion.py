@@ -173,7 +173,7 @@ def test_latents_are_noised_as_they_are(tmp_path: Path, dtype: str) -> None:
     task = {"augmentation": {"horizontal_flip": 0.5}}
     data = loader(tmp_path / "store", model, task=task)
     for number in range(6):
-        at = number * data.tokens_per_step
+        at = data.step_tokens.after(number)
         for row, location in enumerate(data.step_after(at).locations):
             batch, own = data.batches_after(at)[row // 2], row % 2
             assert batch.conditions is not None and batch.wanted is not None

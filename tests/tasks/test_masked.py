@@ -166,7 +166,8 @@ def test_every_layout_and_a_loader_that_resumes_has_the_same_masks(store: TokenS
     targets = Masked(MaskedConfig(whole_word_mask=True, mlm_probability=0.3)).targets(store, validation=False)
     alone = loader(store, targets, packing=packing)
     steps = [alone.next_step() for _ in range(5)]
-    state = {**alone.state_dict(), "tokens": alone.step_tokens.after(3)}
+    tokens = alone.step_tokens.after(3)
+    state = {**alone.state_dict(), "tokens": tokens, "position": tokens}
     plain = loader(store, None, packing=packing)
     for data, sequence in ((1, 2), (2, 1), (4, 2)):
         ranks = [
