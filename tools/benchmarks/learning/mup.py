@@ -185,23 +185,22 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     """Loss over rate of each width, one panel a parametrisation."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
-    found = figures["figures"]
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, kind in zip(figure.subplots(1, 2, sharey=True), (STANDARD, MUP), strict=True):
-        widths = sorted({line["width"] for line in found["lines"]})
+        widths = sorted({line["width"] for line in figures["lines"]})
         for number, width in enumerate(widths):
-            own = [line for line in found["lines"] if (line["kind"], line["width"]) == (kind, width)]
+            own = [line for line in figures["lines"] if (line["kind"], line["width"]) == (kind, width)]
             if not own:
                 continue
             rates = sorted({line["rate"] for line in own})
             seeds = sorted({line["seed"] for line in own})
             mean = [sum(of(own, rate, seed) for seed in seeds) / len(seeds) for rate in rates]
             axes.plot(rates, mean, marker="o", ms=3, color=f"C{number}", label=f"width {width}")
-            (mark,) = (one for one in found["best"] if (one["kind"], one["width"]) == (kind, width))
+            (mark,) = (one for one in figures["best"] if (one["kind"], one["width"]) == (kind, width))
             axes.plot(mark["rate"], mark["loss"], "*", ms=12, color=f"C{number}")
         axes.set_xscale("log", base=2)
         axes.set_xlabel("learning rate")
-        axes.set_title(f"{kind}: best rates within {found['spread'][kind]:.2f}", fontsize=10)
+        axes.set_title(f"{kind}: best rates within {figures['spread'][kind]:.2f}", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.axes[0].set_ylabel("loss, nats per token")
