@@ -36,7 +36,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
-from benchmarks.learning import answers, convert, copying, digits, distill, learn, mup
+from benchmarks.learning import answers, convert, copying, digits, distill, learn, mup, trained_optimizers
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
@@ -336,6 +336,14 @@ BENCHMARKS = {
         threads=1,
         repeats=2,
         draw=mup.draw,
+    ),
+    "optimizers-trained": Benchmark(
+        summary="optimizers and schedules on models of three mixers, at equal tokens and tuned rates, three seeds",
+        add_arguments=trained_optimizers.add_arguments,
+        run=trained_optimizers.run,
+        threads=1,
+        repeats=1,
+        draw=trained_optimizers.draw,
     ),
     "answers": Benchmark(
         summary="a small base that is fine-tuned on conversations, by all weights and by LoRA: its right answers",
