@@ -18,8 +18,9 @@ commands = runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "rank_comm
 pytestmark = pytest.mark.timeout(400)
 
 RunRanks = Callable[..., list[Any]]
-# A schedule that depends on the length of the run at each step.
-RUN = ["run.toml", "optimizer.schedule=cosine", "optimizer.warmup_steps=2", "train.steps=7", "checkpoint.every=50"]
+# A schedule that depends on the length of the run at each step; the batch grows behind step 3, between two stops.
+RAMP = "train.rampup_batch_size=[{global_batch_size=2,until_tokens=384}]"
+RUN = ["run.toml", "optimizer.warmup_steps=2", "train.steps=7", "checkpoint.every=50", RAMP]
 KEPT = ("tokens", "loss", "grad_norm", "lr")
 
 

@@ -320,3 +320,24 @@ def test_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert states == {"finished": 12, "lost": 12}
     assert main(["study", "fit", file, *folder]) == 78
     assert "has no laws; use `lightscale study search`" in " ".join(capsys.readouterr().err.split())
+
+
+def test_with_more_trials_one_that_went_on_goes_on_and_one_that_lost_may_return(tmp_path: Path) -> None:
+    losses = {"t0": 3.0, "t1": 3.1, "t2": 3.2, "t3": 2.0, "t4": 4.0, "t5": 4.1, "t6": 4.2, "t7": 4.3, "t8": 4.4}
+
+    def halving(number: int) -> Halving:
+        cells = {name: (name,) for name in list(losses)[:number]}
+        records = SearchRecords(tmp_path / "search.jsonl")
+        for name in cells:
+            if (name, 1) not in records.scores:
+                records.add_score(RungScore(cell=name, step=1, loss=losses[name]))
+        return Halving([TrialGroup(name="g", cells=cells, rungs=(1, 9))], 3, records)
+
+    assert [decision.kept for decision in halving(3).decide()] == [("t0",)]
+    # One of four: the new one is better, and the old one is trained already.
+    assert [decision.kept for decision in halving(4).decide()] == [("t3", "t0")]
+    # Three of nine.
+    nine = halving(9)
+    assert nine.next_of_cells()["t1"].stopped is not None
+    assert [decision.kept for decision in nine.decide()] == [("t3", "t0", "t1")]
+    assert nine.next_of_cells()["t1"].stopped is None
