@@ -505,7 +505,7 @@ class GuardConfig(Section):
     corruption; 0: never."""
     compare_gradients_every: StepsOrZero = 0
     """Steps between comparisons of gradients, which two data ranks compute of the same data, to detect wrong
-    arithmetic; such a step takes twice as long. Also before each checkpoint; 0: never."""
+    arithmetic; such a step takes up to twice as long. Also before each checkpoint; 0: never."""
 
 
 class EvaluationConfig(Section):

@@ -31,7 +31,8 @@ SURROUNDINGS = {
     "read-only file system": Way(
         field="read_only", low=1, high=1, ranks="all", bound=Bound(saves=6, seconds=120), hinders_starts=True
     ),
-    "clock jump": Way(field="clock_offset_s", low=-90_000, high=90_000, ranks="any", bound=_SLOW),
+    # A start compares the clocks of its ranks.
+    "clock jump": Way(field="clock_offset_s", low=-90_000, high=90_000, ranks="any", bound=_SLOW, hinders_starts=True),
     "stuck data host": Way(field="read_stall", low=1, high=1, ranks="any", bound=_RESTART, hinders_starts=True),
 }
 

@@ -52,3 +52,10 @@ def test_every_kind_states_its_bound() -> None:
         for fault in sort.draw(random.Random(0), 30, 2):
             assert fault.bound.saves >= 0 and fault.bound.seconds > 0, name
             assert fault.kind
+
+
+def test_what_a_user_mends_before_a_start() -> None:
+    """A start needs the disk and the store, and compares the clocks of its ranks; what is slow lets it go on."""
+    drawn = {name: draw(random.Random(0), 2) for name, draw in CONDITIONS.items()}
+    mended = {name for name, one in drawn.items() if one.hinders_starts}
+    assert mended == {"read-only file system", "stuck data host", "clock jump", "limit"}
