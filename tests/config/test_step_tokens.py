@@ -44,8 +44,8 @@ def test_all_ways_to_count_agree_with_a_walk(step_tokens: StepTokens, sequences:
     for tokens in range(0, consumed[-1] + 1, 8):
         assert step_tokens.steps_to(tokens) == sum(before < tokens for before in consumed)
         assert step_tokens.begins_step(tokens) == (tokens in consumed)
-    stretches = list(step_tokens.equal_steps(STEPS))
-    assert [size for steps, size in stretches for _ in range(steps)] == [
+    alike = list(step_tokens.equal_steps(STEPS))
+    assert [size for steps, size in alike for _ in range(steps)] == [
         after - before for before, after in pairwise(consumed)
     ]
     # A run whose steps before had other batches goes on from anywhere.
