@@ -36,7 +36,7 @@ from benchmarks import (
     tune,
 )
 from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
-from benchmarks.learning import answers, convert, copying, digits, distill, learn, mup, trained_optimizers
+from benchmarks.learning import answers, convert, copying, digits, distill, fp8, learn, mup, trained_optimizers
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
@@ -80,6 +80,13 @@ def run_train(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
         settings = {name: figures[name] for name in ("config", "tokens_per_step")}
         others = {name: value for name, value in figures.items() if name not in settings}
         yield BenchmarkReport(settings=settings, figures=others, table=train.table(figures))
+
+
+def run_train_fp8(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """Whole training steps in bf16, and with products in 8 bits."""
+    settings = {name: getattr(args, name) for name in ("config", "length", "tokens_per_step", "repeats")}
+    for figures in train.run_fp8(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=train.fp8_table(figures))
 
 
 def run_learn(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
@@ -283,6 +290,12 @@ BENCHMARKS = {
         # A step of half a million tokens takes seconds, and there are nine lengths.
         repeats=2,
     ),
+    "train-fp8": Benchmark(
+        summary="tokens/s and memory of whole training steps with train.fp8, beside the same without, on one device",
+        add_arguments=train.fp8_arguments,
+        run=run_train_fp8,
+        repeats=3,
+    ),
     "cpu-training": Benchmark(
         summary="training steps of small models on one thread, tokens per CPU second, beside transformers' LLaMA",
         add_arguments=cpu_training.add_arguments,
@@ -344,6 +357,12 @@ BENCHMARKS = {
         threads=1,
         repeats=1,
         draw=trained_optimizers.draw,
+    ),
+    "fp8": Benchmark(
+        summary="losses of a small model trained in bf16, with and without simulated products in 8 bits",
+        add_arguments=fp8.add_arguments,
+        run=fp8.run,
+        threads=1,
     ),
     "answers": Benchmark(
         summary="a small base that is fine-tuned on conversations, by all weights and by LoRA: its right answers",

@@ -84,6 +84,10 @@ PARTS = {
             *("train.global_batch_size=4", "train.micro_batch_size=4"),
         ),
     ),
+    "fp8": _benchmark(
+        "train-fp8",
+        small=("configs/tnl-tiny.toml", "--length", "128", "--tokens-per-step", "256", "--repeats", "1"),
+    ),
     "train": _benchmark(
         "train",
         small=(

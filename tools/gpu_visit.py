@@ -83,6 +83,12 @@ PARTS = {
     "operators": _tests(170, 8, *_OPERATORS, without=_LARGEST, small=_FEW),
     "models": _tests(100, 6, "tests/gpu/test_on_gpu.py", without="bf16_training", small=("--small", "-k", "tnl")),
     "tnl": _train(60, "tnl-1b", (8192, 65536)),
+    "fp8": Part(
+        limit_s=60,
+        command=(sys.executable, "tools/bench.py", "train-fp8", "--save", _FOLDER),
+        full=("configs/tnl-1b.toml",),
+        small=("configs/tnl-tiny.toml", "--length", "128", "--tokens-per-step", "256", "--repeats", "1"),
+    ),
     "kernels": Part(
         limit_s=70,
         command=(sys.executable, "tools/bench.py", "kernels", "--save", _FOLDER),

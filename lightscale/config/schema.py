@@ -366,6 +366,9 @@ class TrainConfig(Section):
     """Back-end of the operators; auto: Triton on GPUs, else chunked PyTorch; reference: token by token."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of weights and activations; auto: fp32 on CPUs, bf16 with fp32 main weights on GPUs."""
+    fp8: Literal["none", "current"] = "none"
+    """Products of the blocks' linear maps with inputs in 8 bits (e4m3; gradients e5m2), scaled by the largest number of
+    each tensor; in training alone."""
     cuda_graphs: Literal["auto", "off"] = "off"
     """CUDA graphs of micro-batches whose shapes repeat, with the same numbers; auto: where a run can be captured."""
     z_loss_multiplier: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0

@@ -34,6 +34,9 @@ class Hardware:
     memory_gbytes_s: float = _number(3350, "memory bandwidth of a GPU, Gbytes/s", _SHEET)
     memory_share: float = _number(0.8, "share of the memory bandwidth that kernels reach")
     product_share: float = _number(0.65, "share of the peak that large matrix products reach")
+    fp8_speedup: float = _number(
+        2, "speed of matrix products in fp8, as a multiple of bf16; 1: the GPU has none", _SHEET
+    )
     softmax_share: float = _number(
         0.5, "share of the peak that softmax attention reaches", "between FlashAttention 2 and 3, published"
     )
@@ -99,6 +102,7 @@ A100 = Hardware(
     sources={"memory_gib": "nvidia-smi, A100 SXM 80 GB", "nic_gbytes_s": "assumed: 200 Gbit/s"},
     peak_tflops=312,
     fp32_tflops=19.5,
+    fp8_speedup=1,
     memory_gib=80,
     memory_gbytes_s=2039,
     nvlink_gbytes_s=300,

@@ -82,6 +82,7 @@ def assumptions(config: RunConfig, *, searched: bool = False) -> list[str]:
         "backward pass of a block: its recomputed activations, minus the released ones of later blocks; the gradients "
         "of the GLU's two halves and of the residual stream, or what attention across ranks holds; and those of the "
         "output layer. It follows the loss: the larger of the two counts",
+        *([_FP8] if config.train.fp8 != "none" else []),
         *([_TEACHER] if config.teacher is not None else []),
         *([_REFERENCE] if config.has_reference else []),
         *([_ADAPTERS] if config.adapters is not None else []),
@@ -96,6 +97,10 @@ _WHOLE = (
 _MATRICES = (
     "step of matrices: they and what is computed of them, two or three times for a moment, in the precision of their "
     "products (bf16, or fp32); after the backward pass, when no activations are held: not counted"
+)
+_FP8 = (
+    "fp8 (train.fp8): inputs of cast products kept in one byte, also where something else keeps them in the precision "
+    "of the activations; the casts of one weight and one gradient at a time, and their transposes, are not counted"
 )
 _TEACHER = (
     "teacher: its weights; the inputs and outputs of all its mixers, or its last hidden states twice, with a chunk of "
@@ -125,7 +130,12 @@ def rank_memory(config: RunConfig, layout: Layout, stage: int) -> RankMemory:
     return stage_memory(
         config,
         layout,
-        Workload(config.model, layout.rank_sequence_tokens * layout.sequence, config.adapters),
+        Workload(
+            config.model,
+            layout.rank_sequence_tokens * layout.sequence,
+            config.adapters,
+            fp8=config.train.fp8 != "none",
+        ),
         stage,
         recompute=config.train.recompute,
         recompute_layers=config.train.recompute_layers,

@@ -73,7 +73,7 @@ class CostModel:
 
     def __init__(self, config: RunConfig, sequence_length: int, hardware: Hardware) -> None:
         self.config, self.hardware = config, hardware
-        self.work = Workload(config.model, sequence_length, config.adapters)
+        self.work = Workload(config.model, sequence_length, config.adapters, fp8=config.train.fp8 != "none")
         self.size = weight_bytes(config)
         # Whether a layout fits is asked before what it costs.
         self._memory: dict[tuple[Layout, Recompute, int | None, Exchange, Attention], RankMemory] = {}
@@ -107,6 +107,7 @@ class CostModel:
         # Groups, clipping and adapters are of the student's parameters.
         optimizer = optimizer_class(DEFAULT_OPTIMIZER).options(lr=1.0)
         update = {"model": self._teacher, "task": TaskConfig(), "optimizer": optimizer, "adapter": AdapterConfig()}
+        update["train"] = self.config.train.model_copy(update={"fp8": "none"})
         alone = self.config.model_copy(update=update)
         return CostModel(alone, self.work.sequence_length, self.hardware)
 
@@ -237,7 +238,7 @@ class _MicroBatchCost:
             launch_s = max(0.0, self.hw.layer_launch_us * 1e-6 - compute.busy_s)
             tensor_s = self._tensor_forward_s(layer)
             waits = Times(launch_s=launch_s, tensor_s=tensor_s, tensor_total_s=tensor_s) + self._keys(layer)
-            times += (compute + waits) * count
+            times += (compute + waits + self._casts(layer, backward=False)) * count
             if self.optimizer.qk_clip is not None and layer.cost is CostClass.SOFTMAX:
                 # One of the two products of attention once more.
                 times += Times(operators_s=compute.operators_s / 2) * count
@@ -254,7 +255,8 @@ class _MicroBatchCost:
                 operators_s=2 * once.operators_s,
                 elementwise_s=once.elementwise_s * self.hw.backward_passes / self.hw.forward_passes,
             )
-            times += (compute + self._backward_waits(layer, compute)) * count
+            casts = self._casts(layer, backward=True)
+            times += (compute + casts + self._backward_waits(layer, compute)) * count
         for layer, count in Counter(stage.recomputed(self.recompute, self.recompute_layers)).items():
             times += self._replay(layer, self._compute(layer)) * count
         return times + self._ends(stage, backward=True)
@@ -268,19 +270,34 @@ class _MicroBatchCost:
             CostClass.SOFTMAX: hw.softmax_share / (1.0 if way is None else way.busiest),
         }[layer.cost]
         return Times(
-            products_s=share * layer.product_flops / (hw.peak_flops * hw.product_share),
+            products_s=share
+            * self._products(layer.product_flops, layer.fp8.flops)
+            / (hw.peak_flops * hw.product_share),
             operators_s=share * layer.operator_flops / (hw.peak_flops * speed),
             elementwise_s=share * layer.values[0] * self.size * hw.forward_passes / hw.memory_bytes_s,
         )
 
+    def _products(self, flops: float, in_fp8: float) -> float:
+        """FLOPs of products in bf16 that take as long as `flops`, of which `in_fp8` are products of 8 bits."""
+        return flops - in_fp8 + in_fp8 / self.hw.fp8_speedup
+
+    def _casts(self, layer: LayerWork, *, backward: bool) -> Times:
+        """Casts to 8 bits, each of which reads twice; backward gradients, and transposes of all that is cast."""
+        fp8, share = layer.fp8, self.tokens / self.layout.tensor
+        weights = fp8.weights / self.layout.tensor
+        cast = share * (fp8.outputs if backward else fp8.inputs) + weights
+        moved = 2 * (share * (fp8.inputs + fp8.outputs) + weights) if backward else 0.0
+        return Times(elementwise_s=((2 * self.size + 1) * cast + moved) / self.hw.memory_bytes_s)
+
     def _replay(self, layer: LayerWork, once: Times) -> Times:
         if self.recompute == "selective":
-            products_s = once.products_s * layer.glu_flops / layer.product_flops
+            of_glu = self._products(layer.glu_flops, layer.fp8.glu_flops)
+            products_s = once.products_s * of_glu / self._products(layer.product_flops, layer.fp8.flops)
             elementwise_s = once.elementwise_s * (1 - layer.values[1] / layer.values[0])
             tensor_s = 2 * self._activations_s()
             return Times(replay_s=products_s + elementwise_s, tensor_s=tensor_s, tensor_total_s=tensor_s)
         tensor_s = self._tensor_forward_s(layer)
-        replay_s = max(once.busy_s, self.hw.layer_launch_us * 1e-6)
+        replay_s = max(once.busy_s, self.hw.layer_launch_us * 1e-6) + self._casts(layer, backward=False).elementwise_s
         return Times(replay_s=replay_s, tensor_s=tensor_s, tensor_total_s=tensor_s) + self._keys(layer)
 
     def _backward_waits(self, layer: LayerWork, compute: Times) -> Times:

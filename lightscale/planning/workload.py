@@ -10,9 +10,10 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import AdapterConfig, Recompute
 from lightscale.errors import UserError
 from lightscale.kernels.operators import CostClass, Operator, get_operator
-from lightscale.models.accounting import block_norms, rank_parameters_by_name
+from lightscale.models.accounting import block_norms, parameter_shapes, rank_parameters_by_name
 from lightscale.models.adapters import adapted_maps, rank_adapter_parameters
 from lightscale.models.flops import linear_unit_flops
+from lightscale.models.fp8 import fp8_weights
 from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.interface import EmbeddingPartSpec
 from lightscale.models.stages import layer_stages
@@ -86,6 +87,58 @@ def _fp32_values(model: ModelConfig, layer: int, recompute: Recompute) -> int:
     return mixer_spec(model.layers[layer]).fp32_values(model, layer) + _centered_values(model)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fp8Work:
+    """The products of a layer that take their inputs in 8 bits (``train.fp8``)."""
+
+    flops: float = 0
+    """Of a forward pass, per token."""
+    glu_flops: float = 0
+    """Those in the linear unit."""
+    inputs: int = 0
+    """Numbers per token that are cast forward."""
+    outputs: int = 0
+    """Numbers per token whose gradients are cast backward."""
+    weights: int = 0
+    """Elements of the weights, which are cast in both passes of a micro-batch."""
+    kept: tuple[int, ...] = (0,) * len(RECOMPUTE)
+    """Inputs that are kept in 8 bits, for each of `RECOMPUTE`."""
+    replaced: tuple[int, ...] = (0,) * len(RECOMPUTE)
+    """Those that are then not kept in the format of the weights, as nothing else reads them backward."""
+
+    @staticmethod
+    def of_layer(model: ModelConfig, layer: int, *, keeps: bool) -> "Fp8Work":
+        """`keeps`: whether weights are trained, whose gradients need the inputs."""
+        chosen = fp8_weights(model)
+        shapes = {
+            name.removeprefix(prefix): shape
+            for name, shape in parameter_shapes(model).items()
+            if name.startswith(prefix := f"decoder.layers.{layer}.") and name.endswith(".weight") and len(shape) == 2
+        }
+        cast = {name: shape for name, shape in shapes.items() if f"decoder.layers.{layer}.{name}" in chosen}
+        # Maps that read the same numbers: what a norm gives.
+        readers = {
+            name: name if name.endswith(("out_proj.weight", "linear_fc2.weight")) else name.partition(".")[0]
+            for name, shape in shapes.items()
+            if not name.endswith("_conv.weight") and (name in cast or shape[1] == model.hidden_size)
+        }
+        read = {readers[name]: cast[name][1] for name in cast}
+        only = {key for key in read if all(name in cast for name, own in readers.items() if own == key)}
+        if not mixer_spec(model.layers[layer]).norms_output(model, layer):
+            # The operator keeps its output.
+            only.discard("self_attention.out_proj.weight")
+        held = [read, {key: width for key, width in read.items() if not key.startswith("mlp")}, {}]
+        return Fp8Work(
+            flops=sum(2 * prod(shape) for shape in cast.values()),
+            glu_flops=sum(2 * prod(shape) for name, shape in cast.items() if name.startswith("mlp.")),
+            inputs=sum(read.values()),
+            outputs=sum(shape[0] for shape in cast.values()),
+            weights=sum(map(prod, cast.values())),
+            kept=tuple(keeps * sum(one.values()) for one in held),
+            replaced=tuple(keeps * sum(width for key, width in one.items() if key in only) for one in held),
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWork:
     """One layer, per token and for the whole width; FLOPs of a forward pass.
@@ -101,6 +154,8 @@ class LayerWork:
     """Matrix products with the GLU's weights."""
     operator_flops: float
     """FLOPs of the operator, between the mixer's projections."""
+    fp8: Fp8Work
+    """Those of the products that are computed in 8 bits."""
     cost: CostClass
     """Bound of the operator's time."""
     values: tuple[int, ...]
@@ -141,7 +196,8 @@ class LayerWork:
         kept = RECOMPUTE.index(recompute)
         # Keys and values as projected and rotated keys make way for what was exchanged, which counts as that.
         own = 3 * self.gathered // 2 + self.joined if gathers and recompute != "full" else 0
-        return size * (self.values[kept] - own) + _FP32_BYTES * self.fp32_values[kept]
+        values = self.values[kept] - own - self.fp8.replaced[kept]
+        return size * values + self.fp8.kept[kept] + _FP32_BYTES * self.fp32_values[kept]
 
     def backward_bytes(self, size: int, *, attention_bytes: int = 0) -> int:
         """Peak bytes of the backward pass in addition to the activations.
@@ -201,10 +257,15 @@ class StageWork:
 
 
 class Workload:
-    """A model on sequences of `sequence_length` tokens, with `adapter` beside its weights; None: these are trained."""
+    """A model on sequences of `sequence_length` tokens, with `adapter` beside its weights; None: these are trained.
 
-    def __init__(self, model: ModelConfig, sequence_length: int, adapter: AdapterConfig | None = None) -> None:
-        self.model, self.adapter = model, adapter
+    `fp8`: whether the linear maps compute in 8 bits.
+    """
+
+    def __init__(
+        self, model: ModelConfig, sequence_length: int, adapter: AdapterConfig | None = None, *, fp8: bool = False
+    ) -> None:
+        self.model, self.adapter, self.fp8 = model, adapter, fp8
         self.sequence_length = sequence_length
         self._stages: dict[tuple[int, int], tuple[StageWork, ...]] = {}
 
@@ -289,6 +350,7 @@ class Workload:
             query_flops=sum(count for weight, count in flops.items() if weight.startswith(("q_proj.", "gate_"))),
             glu_flops=linear_unit_flops(model),
             operator_flops=mixer.forward_flops_per_token(model, layer, self.sequence_length) - mixer_flops,
+            fp8=Fp8Work.of_layer(model, layer, keeps=self.adapter is None) if self.fp8 else Fp8Work(),
             cost=operator.cost,
             values=tuple(activation_values(model, layer, recompute) for recompute in RECOMPUTE),
             fp32_values=tuple(_fp32_values(model, layer, recompute) for recompute in RECOMPUTE),

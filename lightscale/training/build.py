@@ -7,11 +7,13 @@ import torch
 
 from lightscale.config.schema import RunConfig, TrainConfig
 from lightscale.kernels.common.backends import set_default_backend
+from lightscale.models.fp8 import fp8_weights
 from lightscale.models.language_model import LanguageModel, language_model_chunks, transformer_config
+from lightscale.models.layers.linear import ColumnParallel, RowParallel
 from lightscale.models.low_rank import add_adapters
 from lightscale.models.mup import mup_scales
 from lightscale.parallel.engine import Engine, Objective, Teaching
-from lightscale.parallel.initialization import draw_weights
+from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import Mesh
 from lightscale.training.optimizer.registry import optimizer_spec
 
@@ -58,6 +60,8 @@ def build_engine(
     chunks = language_model_chunks(megatron, model, vocab_size=vocab_size, mesh=mesh)
     if config.adapters is not None:
         add_adapters(chunks, config.adapters, seed=config.train.seed)
+    if trainable and config.train.fp8 != "none":
+        cast_to_fp8(chunks)
     _draw(chunks, config.train.seed, mesh)
     if trained_mixers is not None:
         _hold_others(chunks, trained_mixers)
@@ -81,6 +85,15 @@ def start_again(engine: Engine, seed: int) -> None:
     """Reset weights and optimizer of ``engine`` to those of ``build_engine``."""
     _draw(engine.chunks, seed, engine.mesh)
     engine.reset_optimizer()
+
+
+def cast_to_fp8(chunks: Iterable[LanguageModel]) -> None:
+    """Let the linear maps of ``fp8_weights`` compute their products in 8 bits."""
+    for chunk in chunks:
+        chosen, names = fp8_weights(chunk.model), {one: name for name, one in named_parameters(chunk)}
+        for module in chunk.modules():
+            if isinstance(module, (ColumnParallel, RowParallel)) and names[module.weight] in chosen:
+                module.casts_to_fp8 = True
 
 
 def _hold_others(chunks: Iterable[LanguageModel], layers: Collection[int]) -> None:

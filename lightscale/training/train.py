@@ -42,6 +42,7 @@ from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.device.fused import describe_fused_kernels
 from lightscale.parallel.device.settings import describe_device_settings
 from lightscale.parallel.engine import LossSums
+from lightscale.parallel.linear.fp8 import describe_fp8
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.held_directory import DirectoryReplaced
@@ -666,6 +667,8 @@ class Trainer:
         if mesh.device.type == "cuda":
             self.journal.say(describe_device_settings(os.environ))
         self.journal.say(describe_operators(config.model, weight_dtype(config.train, mesh.device), mesh.device))
+        if config.train.fp8 != "none":
+            self.journal.say(describe_fp8(mesh.device))
         for line in self.loader.description():
             self.journal.say(line)
 

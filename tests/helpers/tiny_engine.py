@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightscale.config.model import ModelConfig
-from lightscale.config.schema import DataConfig, RunConfig, TaskConfig, TrainConfig
+from lightscale.config.schema import AdapterConfig, DataConfig, RunConfig, TaskConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.initialization import named_parameters, unpadded_rows
 from lightscale.parallel.mesh import Mesh, start_mesh
@@ -74,17 +74,27 @@ def engine_in(
     num_ids: int = VOCAB_SIZE,
     precision: Any = "auto",
     optimizer: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    adapter: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
     **model: Any,
 ) -> Engine:
-    """``optimizer``: keys of [optimizer] beside the learning rate."""
+    """``optimizer``: keys of [optimizer] beside the learning rate; ``train``: further ones of [train].
+
+    ``dtype``: torch.float64 for gradients without an optimizer.
+    """
     config = RunConfig(
         model=ModelConfig(**{**MODEL, **model}),
         data=DataConfig(store=Path("store"), sequence_length=TOKENS),
         optimizer={"lr": LR, **(optimizer or {})},  # type: ignore[arg-type]
-        train=TrainConfig(steps=6, global_batch_size=4, micro_batch_size=2, seed=seed, precision=precision),
+        train=TrainConfig(
+            steps=6, global_batch_size=4, micro_batch_size=2, seed=seed, precision=precision, **(train or {})
+        ),
         task=TaskConfig(name=task),
+        adapter=AdapterConfig(**(adapter or {})),
     )
-    return build_engine(config, mesh, vocab_size=min(num_ids, config.model.vocab_size), trainable=True)
+    vocab_size = min(num_ids, config.model.vocab_size)
+    return build_engine(config, mesh, vocab_size=vocab_size, trainable=True, dtype=dtype)
 
 
 @contextmanager

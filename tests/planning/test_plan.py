@@ -31,6 +31,7 @@ from lightscale.planning.memory import fullest_rank, rank_memory
 from lightscale.planning.plan import count_parameters, plan
 from lightscale.planning.published import study_parameters, study_table, study_training_flops
 from lightscale.planning.workload import Workload
+from lightscale.training.build import cast_to_fp8
 from lightscale.training.optimizer.registry import optimizer_spec
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "drawing.py")))
@@ -348,9 +349,11 @@ def loss_of(
     return module, lambda: module(ids, positions, ids).sum()
 
 
-def kept_bytes(model: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> float:
+def kept_bytes(model: ModelConfig, mesh: Mesh, dtype: torch.dtype, *, fp8: bool = False) -> float:
     """Bytes per token that autograd keeps, parameters not among them, each memory counted once."""
     module, loss = loss_of(model, mesh, dtype)
+    if fp8:
+        cast_to_fp8([module])
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -410,6 +413,30 @@ def test_activations_are_what_autograd_keeps(
     # On CPUs each projection is a product of its own; the twin measures those that are one (`make twin`).
     kept = layer.kept_bytes("none", dtype.itemsize) - layer.joined * dtype.itemsize
     assert 0.99 < kept / measured[0][name, dtype] < 1.05
+
+
+def measure_fp8(rank: int, world_size: int, init_method: str, models: list[tuple[ModelConfig, ModelConfig]]) -> Any:
+    """What one more layer keeps with products in 8 bits."""
+    with start_mesh(device="cpu", rank=rank, world_size=world_size, init_method=init_method) as mesh:
+        return [
+            kept_bytes(long, mesh, torch.bfloat16, fp8=True) - kept_bytes(short, mesh, torch.bfloat16, fp8=True)
+            for short, long in models
+        ]
+
+
+def test_inputs_in_8_bits_are_what_autograd_keeps(run_ranks: Callable[..., list[Any]]) -> None:
+    names, wide = ("tnl", "llama"), ["model.hidden_size=128", "model.intermediate_size=352", "model.vocab_size=64"]
+    models = [
+        tuple(config(*TINY[name], *wide, f"model.num_layers={layers}").model for layers in (2, 3)) for name in names
+    ]
+    (found,) = run_ranks(measure_fp8, 1, models)
+    for name, (_, model), measured in zip(names, models, found, strict=True):
+        plain, layer = (Workload(model, TOKENS, fp8=fp8).layers[2] for fp8 in (False, True))
+        # On CPUs each projection has a product, and so a cast, of its own.
+        kept = layer.kept_bytes("none", 2) - layer.joined * 2 + model.hidden_size
+        assert 0.99 < kept / measured < 1.05, name
+        assert layer.kept_bytes("none", 2) < plain.kept_bytes("none", 2)
+        assert layer.kept_bytes("full", 2) == plain.kept_bytes("full", 2)
 
 
 def allocate(rank: int, world_size: int, init_method: str, run: RunConfig) -> tuple[int, int, int]:

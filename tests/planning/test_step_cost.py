@@ -96,6 +96,28 @@ def test_compute_of_a_step_by_hand() -> None:
     assert step.mfu == pytest.approx(3 * 3 * n * (products + scans) / step.step_s / 1e12)
 
 
+def test_products_in_8_bits_by_hand() -> None:
+    """The same model: q, kv and o, and the linear unit; its gate of rank 16 is as narrow as a head."""
+    n, d, g, weights = 256, 64, 128, 4 * 64 * 64 + 3 * 64 * 128
+    models = [CostModel(config("tnl-tiny", *TINY, f"train.fp8={fp8}"), n, ROUND) for fp8 in ("none", "current")]
+    before, after = (one.predict(layout(1, 1, 1, 1, length=n)) for one in models)
+    # Twice as fast, three times a step, in four layers.
+    assert before.work.products_s - after.work.products_s == pytest.approx(4 * 3 * n * 2 * weights / 2 / 5e11)
+    # Two reads of bf16 and a byte written: inputs forward, gradients of outputs backward, weights in both; and a read
+    # and a write of a byte for the transposes of all.
+    inputs, outputs = 3 * d + g, 4 * d + 2 * g + d
+    casts = 5 * (n * (inputs + outputs) + 2 * weights) + 2 * (n * (inputs + outputs) + weights)
+    assert after.work.elementwise_s - before.work.elementwise_s == pytest.approx(4 * casts / 5e11)
+    full = models[1].predict(layout(1, 1, 1, 1, length=n), recompute="full")
+    none_full = models[0].predict(layout(1, 1, 1, 1, length=n), recompute="full")
+    again = 4 * (5 * (n * inputs + weights) - n * 2 * weights / 2) / 5e11
+    assert full.work.replay_s - none_full.work.replay_s == pytest.approx(again)
+    # An A100 has no such products: the casts alone remain.
+    slow = Hardware(**{**{f.name: getattr(ROUND, f.name) for f in fields(ROUND)}, "fp8_speedup": 1})
+    assert CostModel(models[1].config, n, slow).predict(layout(1, 1, 1, 1, length=n)).step_s > before.step_s
+    assert A100.fp8_speedup == 1 < H100.fp8_speedup
+
+
 def test_launching_kernels_is_a_lower_limit() -> None:
     slow = Hardware(**{**{f.name: getattr(ROUND, f.name) for f in fields(ROUND)}, "layer_launch_us": 1e6})
     step = CostModel(config("tnl-tiny", *TINY), 256, slow).predict(layout(1, 1, 1, 1, length=256))

@@ -159,7 +159,7 @@ def test_without_a_gpu_it_says_what_is_missing(
 
 def test_the_parts_are_commands_that_exist(tool: ModuleType) -> None:
     """Correctness first; every benchmark is one of bench.py, every path is there."""
-    assert list(tool.PARTS) == ["operators", "models", "ranks", "kernels", "scans", "learn", "train"]
+    assert list(tool.PARTS) == ["operators", "models", "ranks", "kernels", "scans", "learn", "fp8", "train"]
     benchmarks: SimpleNamespace = sys.modules["bench"]  # type: ignore[assignment]
     for part in tool.PARTS.values():
         assert part.benchmark is None or part.benchmark in benchmarks.BENCHMARKS

@@ -58,6 +58,7 @@ class Case:
     """Sequences that go through the model at once."""
     recompute: str
     steps: int
+    fp8: str = "none"
 
 
 Measure = Callable[[Case], dict[str, Any]]
@@ -80,6 +81,7 @@ class TrainSettings:
     """Tokens that go through the model at once, at least one sequence."""
     steps: int
     """That count, behind one that warms up."""
+    fp8: str = "none"
 
     def case(self, length: int, recompute: str) -> Case:
         """Micro-batches divide the step's sequences."""
@@ -94,6 +96,7 @@ class TrainSettings:
             micro=micro,
             recompute=recompute,
             steps=self.steps,
+            fp8=self.fp8,
         )
 
 
@@ -201,6 +204,7 @@ def measure(case: Case) -> dict[str, Any]:
         f"train.global_batch_size={case.sequences}",
         f"train.micro_batch_size={case.micro}",
         f"train.recompute={case.recompute}",
+        f"train.fp8={case.fp8}",
     ]
     config = load(Path(case.config_path), overrides)
     with (
@@ -221,6 +225,7 @@ def measure(case: Case) -> dict[str, Any]:
         "device": device,
         "micro_batch_size": case.micro,
         "recompute": case.recompute,
+        "fp8": case.fp8,
         "step_s": seconds,
         "samples_s": samples,
         "tokens_per_s": tokens_per_s,
@@ -319,3 +324,39 @@ def run_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         steps=args.repeats,
     )
     return run(settings, args.lengths or (LENGTHS if on_gpu else CPU_LENGTHS), recompute=args.recompute)
+
+
+def fp8_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``bench.py train-fp8``."""
+    on_gpu = torch.cuda.is_available()
+    config, length = (GPU_CONFIG, REFERENCE_LENGTH) if on_gpu else (CPU_CONFIG, CPU_LENGTHS[0])
+    parser.add_argument("config", nargs="?", default=config, help="run configuration (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=length, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--tokens-per-step", type=int, default=8 * length, help="(default %(default)s)")
+
+
+def run_fp8(args: argparse.Namespace, measure_one: Measure = measure_apart) -> Iterator[dict[str, Any]]:
+    """The same steps without and with ``train.fp8``, with as little recomputation as each needs."""
+    found: dict[str, Any] = {}
+    for fp8 in ("none", "current"):
+        settings = TrainSettings(
+            config_path=args.config,
+            tokens_per_step=args.tokens_per_step,
+            micro_batch_tokens=args.tokens_per_step,
+            steps=args.repeats,
+            fp8=fp8,
+        )
+        attempts = Attempts(settings, list(RECOMPUTE), measure_one)
+        row = attempts.fastest(args.length)
+        found[fp8] = attempts.failures if row is None else row
+        yield dict(found)
+
+
+def fp8_table(figures: dict[str, Any]) -> Table:
+    """Both, for people."""
+    shown = Table("train.fp8", "recompute", "s a step", "tokens/s", "peak memory", "planned")
+    for fp8 in ("none", "current"):
+        if isinstance(row := figures.get(fp8), dict):
+            memory = (f"{row[name] / 2**30:.2f} GiB" for name in ("peak_memory_bytes", "planned_memory_bytes"))
+            shown.add_row(fp8, row["recompute"], f"{row['step_s']:.3f}", f"{row['tokens_per_s']:,.0f}", *memory)
+    return shown

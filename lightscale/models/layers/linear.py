@@ -13,6 +13,7 @@ from lightscale.kernels.cross_entropy.divergence import SoftTargets
 from lightscale.kernels.glu import glu
 from lightscale.parallel.cross_entropy import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_divergence
 from lightscale.parallel.initialization import normal, set_initializer, zeros
+from lightscale.parallel.linear.fp8 import fp8_linear
 from lightscale.parallel.megatron import (
     MLP,
     ColumnParallelLinear,
@@ -30,11 +31,33 @@ def leave_unset(weight: Tensor) -> Tensor:
     return weight
 
 
-class _ColumnParallel(ColumnParallelLinear):
+class _Fp8Products:
+    """Of Megatron's parallel layers: the product, which may take its inputs in 8 bits while the model is trained."""
+
+    training: bool
+    casts_to_fp8 = False
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether the next product does; what reads a model computes as it is stored."""
+        return self.casts_to_fp8 and self.training
+
+    def _forward_impl(self, *args: Any, **how: Any) -> Tensor:
+        """Called by Megatron's forward."""
+        out: Tensor = fp8_linear(*args, **how) if self.computes_in_fp8 else super()._forward_impl(*args, **how)  # type: ignore[misc]
+        return out
+
+
+class ColumnParallel(_Fp8Products, ColumnParallelLinear):
     """Megatron's layer, which without an input gives its weight: for one product with others (``projections.py``)."""
 
     def forward(self, input_: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """See Megatron's; None: no input."""
         return self.weight if input_ is None else super().forward(input_, *args, **kwargs)
+
+
+class RowParallel(_Fp8Products, RowParallelLinear):
+    """Megatron's layer."""
 
 
 def column_parallel(
@@ -47,7 +70,7 @@ def column_parallel(
     bias: bool = False,
 ) -> ColumnParallelLinear:
     """(n / tensor, b, width_in) -> (n, b, width_out / tensor): rows of the weight are split, and the bias with them."""
-    layer = _ColumnParallel(
+    layer = ColumnParallel(
         width_in, width_out, config=config, init_method=leave_unset, bias=bias, gather_output=False, tp_group=group
     )
     set_initializer(layer.weight, normal(std))
@@ -66,7 +89,7 @@ def row_parallel(
     bias: bool = False,
 ) -> RowParallelLinear:
     """(n, b, width_in / tensor) -> (n / tensor, b, width_out): columns of the weight are split, the bias is whole."""
-    layer = RowParallelLinear(
+    layer = RowParallel(
         width_in,
         width_out,
         config=config,
@@ -148,7 +171,7 @@ class LinearUnit(MLP):
     """
 
     def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+        super().__init__(config, MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=RowParallel))
         (self.activation,) = (name for name, one in ACTIVATIONS.items() if one is config.activation_func)
         # Megatron would hand biases on, to be added elsewhere.
         self.linear_fc1.skip_bias_add = self.linear_fc2.skip_bias_add = not config.add_bias_linear

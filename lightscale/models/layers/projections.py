@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightscale.kernels.common.angles import Phases
 from lightscale.kernels.heads import MOST_PARTS, Heads, split_heads
+from lightscale.parallel.linear.fp8 import fp8_linear
 from lightscale.parallel.megatron import tensor_parallel_layers
 
 
@@ -25,6 +26,17 @@ class Projection(NamedTuple):
 
 def project(x: Tensor, *projections: Projection, phases: Phases | None = None) -> list[Tensor]:
     """All parts (b, n, heads, width) of the projections of x (n / tensor, b, d), in order; see ``split_heads``."""
+    kinds = [_is_narrow(layer) for layer, _ in projections]
+    if len(set(kinds)) > 1:
+        # Products in 8 bits, then the others.
+        of_kind = {
+            kind: iter(
+                project(x, *(one for one, own in zip(projections, kinds, strict=True) if own == kind), phases=phases)
+            )
+            for kind in (True, False)
+        }
+        each = zip(projections, kinds, strict=True)
+        return [next(of_kind[kind]) for (_, heads), kind in each for _ in heads.activations]
     layers = [projection.layer for projection in projections]
     joint = _joint(layers) if len(layers) > 1 and _joins(x, projections) else None
     if joint is None:
@@ -75,6 +87,10 @@ def _joint(layers: Sequence[Any]) -> tuple[Tensor, list[int]] | None:
     return joint, order
 
 
+def _is_narrow(layer: Any) -> bool:
+    return getattr(layer, "computes_in_fp8", False)
+
+
 def _lie_together(rows: Sequence[Tensor]) -> bool:
     """Whether these matrices are the rows of one, in this order."""
     first = rows[0]
@@ -114,7 +130,10 @@ class _Joint(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Tensor, layers: Sequence[Any]) -> Tensor:
     first = layers[0]
-    out: Tensor = tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce(
+    linear = (
+        fp8_linear if _is_narrow(first) else tensor_parallel_layers.linear_with_grad_accumulation_and_async_allreduce
+    )
+    out: Tensor = linear(
         x,
         weight,
         None,

@@ -1,0 +1,1 @@
+"""Linear layers whose products take their inputs in 8 bits."""
