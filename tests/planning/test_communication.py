@@ -191,7 +191,7 @@ def test_every_number_has_a_meaning_and_a_source() -> None:
     ("setting", "words"),
     [
         ("nic_gbyte_s=50", ["did you mean nic_gbytes_s"]),
-        ("speed=1", ["known: gpus_per_node"]),
+        ("warp=1", ["known: gpus_per_node"]),
         ("nic_gbytes_s", ["'' is not a number"]),
         ("nic_gbytes_s=fast", ["'fast' is not a number", "nic_gbytes_s=50"]),
         ("gpus_per_node=2.5", ["'2.5' is not a whole number"]),
