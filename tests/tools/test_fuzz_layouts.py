@@ -172,7 +172,7 @@ def test_the_kept_table_is_that_of_the_kept_cases(root: Path) -> None:
 # ----- runs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cases", [4, pytest.param(56, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cases", [3, pytest.param(57, marks=pytest.mark.long)])
 def test_random_models_on_random_layouts_are_those_of_one_process(
     fuzz: Callable[..., subprocess.CompletedProcess[str]], cases: int
 ) -> None:

@@ -29,7 +29,7 @@ from lightscale.errors import UserError
 UNIT_BYTES = 2000
 
 CORPUS = """
-tokenizer = "bytes"
+tokenizer = "own"
 validation = 0.1
 shard_tokens = 4096
 chunk_tokens = 64
@@ -48,8 +48,8 @@ weight = 0.5
 
 def make_corpus(directory: Path, tokenizer: TiktokenTokenizer, random_texts: Callable[..., list[str]]) -> Path:
     texts = random_texts(60, seed=7, max_words=120)
-    (directory / "bytes/tokenizer").mkdir(parents=True)
-    tokenizer.save(directory / "bytes/tokenizer")
+    (directory / "own/tokenizer").mkdir(parents=True)
+    tokenizer.save(directory / "own/tokenizer")
     lines = [{"text": text + " " + "words of every day"} for text in texts[:40] + texts[5:10]]
     (directory / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (directory / "texts").mkdir()
@@ -426,7 +426,7 @@ def test_another_version_of_the_pipeline_is_refused(
 def test_another_tokenizer_or_other_files_are_refused(corpus: Path, interrupted: Path, tmp_path: Path) -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
     other = TiktokenTokenizer(name="other", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300})
-    other.save(tmp_path / "bytes/tokenizer")
+    other.save(tmp_path / "own/tokenizer")
     (tmp_path / "texts/00.txt").write_text("changed")
     with pytest.raises(UserError, match="holds part of a different store") as caught:
         resume(corpus, interrupted)

@@ -55,7 +55,10 @@ def trained_on(path: Path) -> dict[str, Any]:
                 for tensor in (batch.tokens, batch.labels, batch.loss_mask, batch.positions):
                     digest.update(tensor.contiguous().numpy().tobytes())
         found[packing] = digest.hexdigest()
-        found[f"{packing} state"] = loader.state_dict()
+        state = loader.state_dict()
+        # States of that time had no position in the data, which is that of the tokens where nothing is skipped.
+        assert state.pop("position") == state["tokens"]
+        found[f"{packing} state"] = state
         loader.load_state_dict(EXPECTED[f"{packing} state"])
     return found
 
