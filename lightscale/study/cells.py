@@ -60,6 +60,11 @@ class Cell:
         return self.config.model_copy(update={"train": self.config.train.model_copy(update={"stop_step": stop_step})})
 
     @property
+    def waits_for_sweep(self) -> bool:
+        """Whether the sweep has not chosen its value yet."""
+        return self.is_pending and self.trial is None
+
+    @property
     def architecture(self) -> str:
         """Its mixers, which group laws and pictures."""
         return "+".join(dict.fromkeys(self.config.model.layers))
@@ -196,6 +201,13 @@ def _search_faults(definition: Definition, search: SearchSection, cells: Sequenc
                 "compared; make the key that changes the length an axis, or set train.steps"
             )
             continue
+        for step in (*search.rungs_before(configs[0].total_steps), configs[0].total_steps):
+            if len(tokens := {config.step_tokens.after(step) for config in configs}) > 1:
+                yield (
+                    f"{group.name}: search.parameters: trials have {min(tokens):,} to {max(tokens):,} tokens after "
+                    f"step {step}, which cannot be compared; make the key that changes the batch an axis"
+                )
+                break
         if search.method != "successive_halving":
             continue
         rungs, total = search.rungs_before(configs[0].total_steps), configs[0].total_steps

@@ -86,8 +86,7 @@ class StudyRunner:
         for part in ("sweep", "main"):
             # With the sweep's own cells finished, the others may wait for nothing any more.
             for cell in (cell for cell in self._wanted() if cell.part == part and not cell.is_pending):
-                self._study.add_score(cell)
-                if self._study.finish(cell):
+                if self._is_finished(cell):
                     self._outcome.finished.append(cell.name)
         self._look_again()
         if self._outcome.finished:
@@ -119,14 +118,15 @@ class StudyRunner:
             if not self._launcher.has_ended(cell):
                 continue
             del self._running[name]
-            self._study.add_score(cell)
-            if self._study.finish(cell):
+            if self._is_finished(cell):
                 self._outcome.finished.append(name)
                 record = self._study.finished_record(cell)
                 assert record is not None
                 took = duration(time.monotonic() - self._began[name])
                 done = f"{len(self._outcome.finished)} of {len(self._cells)}"
                 self._say(f"{name}: finished, loss {record['smoothed']:.4f}, after {took} here ({done})")
+            elif name in self._outcome.failed:
+                continue
             elif (score := self._study.score(cell)) is not None:
                 self._say(f"{name}: {score.text()}")
             elif (failure := self._launcher.failure(cell)) is not None:
@@ -137,6 +137,15 @@ class StudyRunner:
             if cell.part == "sweep" or cell.trial is not None:
                 # It may have chosen for others.
                 self._look_again()
+
+    def _is_finished(self, cell: Cell) -> bool:
+        """Record what the run of `cell` has reached; a run whose records cannot be read fails, and stops no other."""
+        try:
+            self._study.add_score(cell)
+            return self._study.finish(cell)
+        except UserError as error:
+            self._fail(cell, str(error))
+            return False
 
     def _look_again(self) -> None:
         for decision in self._study.decide():

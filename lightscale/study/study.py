@@ -13,7 +13,7 @@ A cell with both files in cells/ is finished: its run may be removed.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from lightscale.study.curve_files import read_curve, write_curve
 from lightscale.study.definition import Definition, read_definition
 from lightscale.study.history import RunCurve, gave_up, run_curve, training_loss, validation_loss
 from lightscale.study.scores import newest_scores
-from lightscale.study.search.halving import Halving
+from lightscale.study.search.halving import Halving, TrialGroup
 from lightscale.study.search.records import Decision, RungScore, SearchRecords
 
 STUDIES = Path("studies")
@@ -141,11 +141,17 @@ class Study:
         if record is None:
             return
         recorded, now = record["cells"], self._digests()
-        rules = self._rules()
-        before = record.get("search", rules)
-        if others := [key for key, value in rules.items() if before.get(key) != value]:
+        rules, before = self._rules(), record.get("search", {})
+        if bool(before) != bool(rules):
+            # Its runs end at rungs, or have no scores.
             raise UserError(
-                f"{self.path} holds a search with {others[0]} = {json.dumps(before.get(others[0]))}, by which it has "
+                f"{self.path} holds a study with{'' if before else 'out'} [search], and {self.definition.path} has "
+                f"{'one' if rules else 'none'}; restore the file, or use another directory with --dir"
+            )
+        # A group that is new has no rule yet.
+        if others := [key for key, value in rules.items() if before.get(key, value) != value]:
+            raise UserError(
+                f"{self.path} holds a search with {others[0]} = {json.dumps(before[others[0]])}, by which it has "
                 f"chosen so far; restore it in {self.definition.path}, or use another directory with --dir"
             )
         gone = [name for name in recorded if name not in now]
@@ -156,6 +162,11 @@ class Study:
             raise UserError(
                 f"{self.path} holds another study than {self.definition.path}, which is {' and '.join(what)}; "
                 "restore the axes and the base, or use another directory with --dir"
+            )
+        if more := self._cells_of_trials(recorded):
+            raise UserError(
+                f"{self.path} holds a search whose trials would have more cells: {_names(more)}, and it has decided "
+                f"without them; restore the seeds in {self.definition.path}, or use another directory with --dir"
             )
         if added and not extend:
             raise UserError(
@@ -270,7 +281,24 @@ class Study:
         if search is None:
             return {}
         rules = {f"search.{key}": value for key, value in search.rules().items()}
-        return rules | {"study.smoothing": None if search.validation else self.definition.about.smoothing}
+        rules |= {"study.smoothing": None if search.validation else self.definition.about.smoothing}
+        if (name := search.validation) is not None:
+            # Resuming a run may change it, and no digest has it.
+            configs = {cell.name: cell.config for cell in self._trials}
+            for group in self._groups:
+                measured = configs[next(iter(group.cells.values()))[0]].data.validation[name]
+                rules[f"{group.name}: data.validation.{name}"] = measured.model_dump(mode="json")
+        return rules
+
+    @property
+    def _groups(self) -> Sequence[TrialGroup]:
+        return () if self.halving is None else self.halving.groups
+
+    def _cells_of_trials(self, recorded: Container[str]) -> list[str]:
+        """Cells that are not `recorded`, of trials that are, such as those of another seed."""
+        trials = [alike for group in self._groups for alike in group.cells.values()]
+        known = [alike for alike in trials if any(name in recorded for name in alike)]
+        return [name for alike in known for name in alike if name not in recorded]
 
     def _digests(self) -> dict[str, str]:
         return {cell.name: cell.digest for cell in make_cells(self.definition)}

@@ -100,7 +100,7 @@ def _record(study: Study, cell: Cell, hours: float | None) -> dict[str, Any]:
         "name": cell.name,
         "part": cell.part,
         "values": dict(cell.values),
-        "waits_for_sweep": cell.is_pending,
+        "waits_for_sweep": cell.waits_for_sweep,
         **dataclasses.asdict(counts),
         "flops": counts.flops,
         "pflop_days": counts.compute,
@@ -118,13 +118,16 @@ def _show(study: Study, cells: list[Cell], hours: dict[str, float | None], nodes
     console = plain_console(least_width=130)
     console.print(table)
     every = [study.counts(cell) for cell in cells]
-    pending = sum(cell.is_pending for cell in cells)
+    sweep, pending = study.definition.sweep, sum(cell.waits_for_sweep for cell in cells)
     console.print(
         f"{len(cells):,} cells, {sum(one.tokens for one in every):.3g} tokens, {sum(one.flops for one in every):.3g} "
         f"FLOPs, {size_text(sum(one.kept_bytes for one in every))} kept"
     )
     if (halved := _with_stops(study)) is not None:
-        console.print(f"With the stops of successive halving: {halved[0]:.3g} tokens, {halved[1]:.3g} FLOPs")
+        console.print(
+            f"With the stops of successive halving: {halved[0]:.3g} tokens, {halved[1]:.3g} FLOPs; "
+            f"{'hours and ' if nodes else ''}kept bytes are those of all trials at their end"
+        )
     if nodes:
         known = [value for value in hours.values() if value is not None]
         rest = f"; {len(hours) - len(known)} do not fit in any layout" if len(known) < len(hours) else ""
@@ -132,8 +135,8 @@ def _show(study: Study, cells: list[Cell], hours: dict[str, float | None], nodes
             f"{sum(known):,.0f} h on {nodes} node{'s' * (nodes > 1)} of 8 H100, one cell after the other, predicted by "
             f"a cost model{rest}"
         )
-    if pending:
-        console.print(f"{pending:,} cells wait for the sweep of {study.definition.sweep.key}")  # type: ignore[union-attr]
+    if sweep is not None and pending:
+        console.print(f"{pending:,} cells wait for the sweep of {sweep.key}")
     console.print(
         "N: parameters without the embedding. FLOPs: all matrix products of training, including logits. By the paper: "
         "PFLOP-days as counted in arXiv 2406.16690, without logits. Kept: checkpoints at the end."

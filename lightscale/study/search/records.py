@@ -1,6 +1,7 @@
 """STUDY/search.jsonl: the scores of trials at their rungs, and the decisions, line by line.
 
-A kill leaves whole lines alone. What is recorded is never measured or decided again.
+A kill leaves whole lines alone: one that it cut short does not count. Other damage is an error. What is recorded is
+never measured or decided again.
 """
 
 import math
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightscale.errors import UserError
-from lightscale.runs.run_directory import LineWriter, read_lines, timestamp
+from lightscale.records import read_records
+from lightscale.runs.run_directory import LineWriter, damage_text, timestamp
 
 _SCORE, _DECISION = "score", "decision"
 
@@ -60,7 +62,14 @@ class SearchRecords:
         """By cell and step."""
         self.decisions: dict[tuple[str, int], Decision] = {}
         """The newest one by group and step."""
-        for number, line in enumerate(read_lines(self._path), start=1):
+        records = read_records(self._path)
+        if records.num_damaged:
+            # Without a score or a decision its group would wait for ever, or decide otherwise.
+            raise UserError(
+                f"{damage_text(records.num_damaged, records.first_damage or '')}; restore the file from a copy, or use "
+                "another directory with --dir"
+            )
+        for number, line in enumerate(records.lines, start=1):
             try:
                 self._take(line)
             except (KeyError, TypeError, ValueError, AttributeError):

@@ -244,16 +244,104 @@ def test_more_trials_join_and_none_is_dropped() -> None:
     assert group.best is not None and group.best.name == best
 
 
-def test_validation_decides() -> None:
+def validated(source: str) -> Study:
     text = SEARCH.replace("trials = 4", "trials = 4\nmetric = 'validation.held'")
-    base = SMALL + "[base.data.validation.held]\nsource = 'held'\n"
+    base = SMALL + f"[base.data.validation.held]\nsource = '{source}'\n"
     write_study(Path(), text, base=base.replace("steps = 40", "steps = 40, validate_every = 40"))
     study = Study(Path("tiny.toml"), Path("study"))
     study.begin()
+    return study
+
+
+def test_validation_decides() -> None:
+    study = validated("held")
     run(study, Training(study))
     cell = next(one for one in study.cells() if one.stopped is None)
     score = study.score(cell)
     assert score is not None and score.loss == loss_of(cell, 40)
+
+
+def test_the_validation_set_that_decides_stays() -> None:
+    study = validated("held")
+    run(study, Training(study, fails="trial002"))
+    with pytest.raises(
+        UserError, match=r'with tiny: data.validation.held = .*"source": "held".*restore it in tiny.toml'
+    ):
+        validated("other")
+    assert len(run(validated("held"), Training(study)).finished) == 1
+
+
+def test_no_seed_joins_trials_that_were_compared() -> None:
+    axes = '[axes]\n"train.seed" = [0, 1]\n'
+    study = begun(axes + SEARCH)
+    run(study, Training(study))
+    refused = r"trials would have more cells: seed2-trial000, .*; restore the seeds in tiny.toml, or use another"
+    with pytest.raises(UserError, match=refused):
+        begun(axes.replace("1]", "1, 2]") + SEARCH, extend=True)
+    # Trials and combinations of other axes may join.
+    more = begun(axes + SEARCH.replace("trials = 4", "trials = 6"), extend=True)
+    assert len(run(more, Training(more)).finished) >= 2
+    (group,) = search_results(more)
+    assert group.best is not None
+
+
+def test_a_search_and_an_axis_with_its_values_are_two_studies() -> None:
+    values = '"optimizer.lr" = {}[0.001, 0.003, 0.01, 0.03]{}\n'
+    search = SEARCH.partition("[search.parameters]")[0].replace("trials = 4\n", "")
+    search += "[search.parameters]\n" + values.format("{ values = ", " }")
+    axis = "[axes]\n" + values.format("", "")
+    study = begun(search)
+    run(study, Training(study))
+    with pytest.raises(
+        UserError, match=r"study holds a study with \[search\], and tiny.toml has none; restore the file"
+    ):
+        begun(axis)
+    begun(axis, directory="other")
+    with pytest.raises(UserError, match=r"other holds a study without \[search\], and tiny.toml has one; restore"):
+        begun(search, directory="other")
+
+
+def test_plan_of_a_search_on_its_way(capsys: pytest.CaptureFixture[str]) -> None:
+    study = begun()
+    run(study, Training(study, fails="trial002"))
+    command = ["study", "plan", str(study.definition.path), "--dir", "study"]
+    assert main([*command, "--json"]) == 0
+    assert not any(one["waits_for_sweep"] for one in json.loads(capsys.readouterr().out)["cells"])
+    assert main(command) == 0
+    assert "wait for the sweep" not in capsys.readouterr().out
+
+
+def test_damage_of_the_records_is_an_error_and_a_cut_line_is_none() -> None:
+    study = begun()
+    run(study, Training(study))
+    path = study.path / "search.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:30])
+    again = begun()
+    assert again.halving is not None and len(again.halving.records.scores) == 6
+    path.write_text(lines[0].replace('"loss": 2', '"loss": 3') + "".join(lines[1:]))
+    for extend in (False, True):
+        with pytest.raises(UserError, match=r"search.jsonl:1: differs from its hash.*; restore the file from a copy"):
+            begun(extend=extend)
+
+
+def test_a_run_without_its_last_step_fails_and_stops_no_other() -> None:
+    class Losing(Training):
+        def start(self, cell: Cell) -> None:
+            super().start(cell)
+            if cell.name == "trial001":
+                metrics = self._study.run(cell).metrics
+                metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:9]))
+
+    study = begun()
+    fault = "step 10 is not readable; restore the file"
+    for launcher in (Losing(study), Training(study)):
+        outcome = run(study, launcher)
+        assert list(outcome.failed) == ["trial001"] and fault in outcome.failed["trial001"]
+        assert outcome.left == ["trial000", "trial002", "trial003"]
+        assert study.halving is not None and len(study.halving.records.scores) == 3
+        assert set(launcher.trained.values()) <= {1}
+    assert decided(study) == []
 
 
 def test_a_search_keeps_its_rules_and_damaged_records_are_named() -> None:

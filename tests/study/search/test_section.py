@@ -156,6 +156,14 @@ def changed(old: str, new: str) -> str:
             "which cannot be compared; make the key that changes the length an axis, or set train.steps",
         ),
         (
+            HALVING.replace('"optimizer.lr"', '"train.global_batch_size" = { values = [4, 8] }\n"optimizer.lr"'),
+            "tiny: search.parameters: trials have 640 to 1,280 tokens after step 5, which cannot be compared; make",
+        ),
+        (
+            '[search]\nmethod = "grid"\n[search.parameters]\n"data.sequence_length" = { values = [16, 32] }',
+            "tiny: search.parameters: trials have 2,560 to 5,120 tokens after step 40, which cannot be compared",
+        ),
+        (
             '[search]\nmethod = "grid"\ntrials = 4\n[search.parameters]\n"optimizer.lr" = { values = [1, 2] }',
             "remove it",
         ),
@@ -192,4 +200,6 @@ def test_plan_counts_the_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert total["tokens_with_stops"] == (8 * 5 + 4 * 5 + 2 * 10 + 20) * 128
     assert total["flops_with_stops"] == pytest.approx(total["flops"] * total["tokens_with_stops"] / total["tokens"])
     assert main(["study", "plan", str(path)]) == 0
-    assert "With the stops of successive halving: 1.28e+04 tokens" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "With the stops of successive halving: 1.28e+04 tokens" in shown
+    assert "FLOPs; kept bytes are those of all trials at their end" in shown
