@@ -45,6 +45,11 @@ class CellLauncher(ABC):
     def stop(self, only: str | None = None) -> None:
         """Ask all runs started by this launcher, or that of the cell `only`, to save and exit, if it owns them."""
 
+    def _ended_at_a_rung(self, cell: Cell) -> bool:
+        """Whether the run of `cell` has ended at an earlier rung than the one that it is to reach."""
+        status = self._study.run(cell).read_status()
+        return status is not None and status.status == "finished" and status.step < cell.job.last_step
+
     def _status_failure(self, cell: Cell) -> str | None:
         status = self._study.run(cell).read_status()
         return status.reason if status is not None and status.status == "stopped" else None
@@ -98,7 +103,13 @@ class Here(CellLauncher):
         if child is not None and child.poll() and is_held:
             # One that an earlier command had started was about to take the run, and took it.
             self._children[cell.name] = child = None
-        return not is_held if child is None else child.poll() is not None
+        if child is not None:
+            return child.poll() is not None
+        if not is_held and not self._has_stopped and self._ended_at_a_rung(cell):
+            # What was taken over was about to end.
+            self.start(cell)
+            return False
+        return not is_held
 
     def failure(self, cell: Cell) -> str | None:
         """See `CellLauncher`."""
@@ -133,12 +144,15 @@ class Through(CellLauncher):
         self._scheduler, self._settings = scheduler, settings
         get_scheduler(scheduler).require("submit")
         self._asked: dict[str, float] = {}
+        self._taken_over: set[str] = set()
 
     def start(self, cell: Cell) -> None:
         """See `CellLauncher`."""
         run = self._study.run(cell)
         if live_jobs(recorded_jobs(run)):
+            self._taken_over.add(cell.name)
             return
+        self._taken_over.discard(cell.name)
         submit_run(cell.job, JobRequest(run=run, settings=self._settings), scheduler=self._scheduler)
 
     def has_ended(self, cell: Cell) -> bool:
@@ -148,7 +162,13 @@ class Through(CellLauncher):
             return False
         self._asked[cell.name] = now
         states = job_states(recorded_jobs(self._study.run(cell))).values()
-        return all(state.phase == "ended" for state in states)
+        if not all(state.phase == "ended" for state in states):
+            return False
+        if cell.name in self._taken_over and self._ended_at_a_rung(cell):
+            # Its job was about to end.
+            self.start(cell)
+            return False
+        return True
 
     def failure(self, cell: Cell) -> str | None:
         """See `CellLauncher`."""

@@ -115,7 +115,7 @@ class StudyRunner:
 
     def _collect(self) -> None:
         for name, cell in list(self._running.items()):
-            if not self._launcher.has_ended(cell):
+            if not self._has_ended(cell):
                 continue
             del self._running[name]
             if self._is_finished(cell):
@@ -137,6 +137,14 @@ class StudyRunner:
             if cell.part == "sweep" or cell.trial is not None:
                 # It may have chosen for others.
                 self._look_again()
+
+    def _has_ended(self, cell: Cell) -> bool:
+        try:
+            return self._launcher.has_ended(cell)
+        except UserError as error:
+            # It could not be started again.
+            self._fail(cell, str(error))
+            return True
 
     def _is_finished(self, cell: Cell) -> bool:
         """Record what the run of `cell` has reached; a run whose records cannot be read fails, and stops no other."""

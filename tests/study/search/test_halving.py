@@ -6,15 +6,17 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightscale.cli import main
 from lightscale.errors import UserError
+from lightscale.launch.settings import LaunchSettings
 from lightscale.runs.run_directory import GAVE_UP_EVENT, LineWriter
 from lightscale.study.cells import Cell
-from lightscale.study.launchers import CellLauncher, Through
+from lightscale.study.launchers import CellLauncher, Here, Through
 from lightscale.study.runner import Outcome, StudyRunner
 from lightscale.study.search import records as records_module
 from lightscale.study.search.halving import Halving, TrialGroup
@@ -361,10 +363,87 @@ def test_a_job_of_a_scheduler_goes_to_its_rung(monkeypatch: pytest.MonkeyPatch) 
     study = begun()
     submitted = []
     monkeypatch.setattr("lightscale.study.launchers.submit_run", lambda config, *_, **__: submitted.append(config))
-    launcher = object.__new__(Through)
-    launcher._study, launcher._scheduler, launcher._settings = study, "local", None  # type: ignore[assignment]
-    launcher.start(study.cells()[0])
+    Through(study, scheduler="local", settings=LaunchSettings()).start(study.cells()[0])
     assert submitted[0].train.stop_step == 10 and submitted[0].total_steps == 40
+
+
+class _Process:
+    """In place of a started one; nothing trains."""
+
+    returncode: int | None = None
+
+    def __init__(self, commands: list[list[str]], command: list[str]) -> None:
+        commands.append(command)
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands of local processes, which are not started."""
+    found: list[list[str]] = []
+    monkeypatch.setattr("lightscale.study.launchers.subprocess.Popen", lambda one, **_: _Process(found, one))
+    return found
+
+
+def test_a_local_process_goes_to_its_rung_and_at_last_to_the_end(commands: list[list[str]]) -> None:
+    study = begun()
+    launcher = Here(study, jobs=1, processes=None)
+    launcher.start(study.cells()[0])
+    run(study, Training(study))
+    best = next(cell for cell in study.cells() if cell.stopped is None)
+    launcher.start(best)
+    first, last = commands
+    assert "train.stop_step=10" in first and "train.stop_step=none" in last
+    assert last[3:7] == ["train", str(study.run(best).config), "--run", str(study.run(best).path)]
+
+
+def at_second_rung() -> tuple[Study, Cell]:
+    """A study whose first rung is decided, and a trial that goes on from it."""
+    study = begun()
+    training = Training(study)
+    for cell in study.cells():
+        training.start(cell)
+        study.add_score(cell)
+    assert len(list(study.decide())) == 1
+    return study, next(cell for cell in study.cells() if cell.stopped is None)
+
+
+def test_a_process_that_is_about_to_end_at_a_rung_is_waited_for(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, cell = at_second_rung()
+    is_held = True
+    monkeypatch.setattr("lightscale.study.launchers.is_running", lambda run: is_held)
+    launcher = Here(study, jobs=1, processes=None)
+    launcher.start(cell)
+    assert not launcher.has_ended(cell) and not commands
+    is_held = False
+    assert not launcher.has_ended(cell)
+    (command,) = commands
+    assert "train.stop_step=20" in command
+    # That process ends there too: it is no reason to start a third.
+    launcher._children[cell.name].returncode = 1  # type: ignore[union-attr]
+    assert launcher.has_ended(cell) and len(commands) == 1
+
+
+def test_a_job_that_is_about_to_end_at_a_rung_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    study, cell = at_second_rung()
+    phases, submitted = ["running"], []
+    state = "lightscale.study.launchers."
+    monkeypatch.setattr(state + "recorded_jobs", lambda run: [])
+    monkeypatch.setattr(state + "live_jobs", lambda records: phases[-1] == "running")
+    monkeypatch.setattr(state + "job_states", lambda records: {0: SimpleNamespace(phase=phases[-1])})
+    monkeypatch.setattr(state + "submit_run", lambda config, *_, **__: submitted.append(config.train.stop_step))
+    monkeypatch.setattr(Through, "_ASK_EVERY_S", 0.0)
+    launcher = Through(study, scheduler="local", settings=LaunchSettings())
+    launcher.start(cell)
+    assert not launcher.has_ended(cell) and not submitted
+    phases.append("ended")
+    assert not launcher.has_ended(cell) and submitted == [20]
+    # The new job ends without a step: it failed.
+    assert launcher.has_ended(cell) and submitted == [20]
 
 
 def test_decisions_by_rank_with_ties_in_the_order_of_trials(tmp_path: Path) -> None:
