@@ -200,7 +200,10 @@ def value_name(key: str, value: Scalar) -> str:
     """The value in names of cells: "lr0.001" for optimizer.lr; a text stays itself."""
     if isinstance(value, str):
         return value
-    text = f"{value:g}" if isinstance(value, float) else str(value).lower()
+    text = str(value).lower()
+    # Shorter, where it is the same number.
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        text = f"{value:g}"
     return f"{key.rpartition('.')[2]}{text}"
 
 
@@ -281,7 +284,9 @@ def _search_faults(definition: Definition) -> Iterator[str]:
             yield f'search.parameters.{shortened(key)}: must be a key of the configuration in quotes, "optimizer.lr"'
         if any(_sets(value.table, key) for axis in definition.axes for value in axis.values):
             yield f"search.parameters.{key}: an axis sets it too; remove either"
-        if wrong := [one for one in parameter.values or () if not _VALUE_NAME.fullmatch(value_name(key, one))]:
+        # Drawn trials are numbered.
+        named = parameter.values or () if search.is_grid else ()
+        if wrong := [one for one in named if not _VALUE_NAME.fullmatch(value_name(key, one))]:
             yield (
                 f"search.parameters.{key}: the value {shown_value(wrong[0])} becomes part of a folder's name; use "
                 "letters, digits, '_', '.', '+' and '-'"

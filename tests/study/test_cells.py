@@ -119,9 +119,10 @@ def test_all_cells_that_cannot_run_are_named_with_their_reasons(tmp_path: Path) 
 
 
 def test_two_cells_of_one_name_or_of_one_run(tmp_path: Path) -> None:
-    close = '[axes]\n"optimizer.lr" = [0.001, 0.0010000000001]\n[axes.size.a]\nextends = "size/1M"\n'
+    axes = '[axes]\n"optimizer.lr" = [0.001, {}]\n[axes.size.a]\nextends = "size/1M"\n'
+    assert names(write_study(tmp_path, axes.format("0.0010000000001"))) == ["lr0.001", "lr0.0010000000001"]
     with pytest.raises(UserError, match=r"lr0.001: two cells have this name"):
-        names(write_study(tmp_path, close))
+        names(write_study(tmp_path, axes.format("1e-3")))
     same = '[axes.size.a]\nextends = "size/1M"\n[axes.size.b]\nextends = "size/1M"\n'
     with pytest.raises(UserError, match="b: the same run as a"):
         names(write_study(tmp_path, same))

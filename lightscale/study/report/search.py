@@ -81,7 +81,9 @@ def _draw(axes: Axes, group: GroupResult) -> None:
     if farthest is not None:
         step, lowest = farthest
         if lowest.interval is not None:
-            axes.axvspan(*lowest.interval, color=_BLUE, alpha=0.12, linewidth=0)
+            # An interval may be far wider than the values, and would stretch the axis.
+            tried = [float(one.values[group.key]) for one in group.trials]
+            axes.axvspan(*np.clip(lowest.interval, min(tried), max(tried)), color=_BLUE, alpha=0.12, linewidth=0)
         x = np.geomspace(lowest.values[0], lowest.values[-1], 100)
         axes.plot(x, lowest.at(x), color="black", linewidth=1, label=f"parabola of step {step:,}")
         axes.plot(lowest.value, lowest.loss, "*", color="black", ms=11, zorder=5, label=f"optimum {lowest.text()}")
@@ -104,8 +106,9 @@ def _draw(axes: Axes, group: GroupResult) -> None:
     axes.set_xlabel(group.key)
     axes.set_title(group.name, fontsize=10)
     axes.grid(alpha=0.3, linewidth=0.4)
-    # Below: within the axes it may cover trials.
-    axes.legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        # Below: within the axes it may cover trials.
+        axes.legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
 
 
 def _dots(

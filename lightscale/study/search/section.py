@@ -135,7 +135,7 @@ def _parameter_faults(where: str, parameter: ParameterSection) -> Iterator[str]:
     if parameter.values is not None:
         if low is not None or high is not None or parameter.log:
             yield f"{where}: values excludes min, max and log; remove either"
-        if len(set(map(repr, parameter.values))) < len(parameter.values):
+        if len(set(parameter.values)) < len(parameter.values):
             yield f"{where}.values = {shown_value(parameter.values)}: must be different values"
         return
     if low is None or high is None:

@@ -4,24 +4,28 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 
 from lightscale.cli import main
 from lightscale.errors import UserError
 from lightscale.launch.settings import LaunchSettings
 from lightscale.runs.run_directory import GAVE_UP_EVENT, LineWriter
 from lightscale.study.cells import Cell
+from lightscale.study.fits.optimum import Optimum, optimum
 from lightscale.study.launchers import CellLauncher, Here, Through
+from lightscale.study.report.search import search_figure
 from lightscale.study.runner import Outcome, StudyRunner
 from lightscale.study.search import records as records_module
 from lightscale.study.search.halving import Halving, TrialGroup
 from lightscale.study.search.records import RungScore, SearchRecords
-from lightscale.study.search_results import search_results
+from lightscale.study.search_results import GroupResult, TrialResult, search_results
 from lightscale.study.study import Study
 from tests.study.studies import SMALL, write_study
 
@@ -487,6 +491,34 @@ def test_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert states == {"finished": 12, "lost": 12}
     assert main(["study", "fit", file, *folder]) == 78
     assert "has no laws; use `lightscale study search`" in " ".join(capsys.readouterr().err.split())
+
+
+def drawn(losses: Mapping[float, tuple[float, ...]], found: Optimum | str) -> Axes:
+    trials = [
+        TrialResult(name=f"t{rate}", values={"optimizer.lr": rate}, losses=by_step, state="", is_over=True)
+        for rate, by_step in ((rate, {40: seeds} if seeds else {}) for rate, seeds in losses.items())
+    ]
+    group = GroupResult(name="g", rungs=(40,), trials=trials, key="optimizer.lr", optima={40: found})
+    figure = search_figure([group], "training")
+    figure.canvas.draw()
+    return figure.axes[0]
+
+
+def test_a_wide_interval_stretches_no_picture() -> None:
+    losses = {1e-3: (2.10,), 2e-3: (2.0,), 4e-3: (2.05,), 8e-3: (2.12,)}
+    found = optimum(losses)
+    assert isinstance(found, Optimum)
+    axes = drawn(losses, replace(found, interval=(5.6e-5, 19.9)))
+    low, high = axes.get_xlim()
+    assert 5e-4 < low < 1e-3 and 8e-3 < high < 2e-2
+    # The whole interval is in words.
+    (legend,) = [text.get_text() for text in axes.get_legend().get_texts() if "optimum" in text.get_text()]
+    assert "(5.6e-05 to 19.9)" in legend
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_before_the_first_loss_has_no_legend() -> None:
+    assert drawn({1e-3: ()}, "a parabola needs the losses of 3 values").get_legend() is None
 
 
 def test_with_more_trials_one_that_went_on_goes_on_and_one_that_lost_may_return(tmp_path: Path) -> None:

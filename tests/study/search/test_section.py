@@ -92,6 +92,21 @@ method = "grid"
     assert found["lr1e-05-weight_decay0.1"].config.optimizer.weight_decay == 0.1
 
 
+def test_values_that_are_close_have_names_of_their_own(tmp_path: Path) -> None:
+    grid = '[search]\nmethod = "grid"\n[search.parameters]\n"optimizer.lr" = {{ values = {} }}\n'
+    assert list(cells(tmp_path, grid.format("[0.001, 0.0010000001]"))) == ["lr0.001", "lr0.0010000001"]
+    with pytest.raises(UserError, match=r"optimizer.lr.values = \[1, 1.0\]: must be different values"):
+        cells(tmp_path, grid.format("[1, 1.0]"))
+
+
+def test_texts_become_names_of_folders_in_a_grid_alone(tmp_path: Path) -> None:
+    stores = '"data.store" = { values = ["a/b", "a/c"] }\n'
+    found = cells(tmp_path, f'[search]\nmethod = "random"\ntrials = 4\n[search.parameters]\n{LR}{stores}')
+    assert {str(cell.config.data.store) for cell in found.values()} == {"a/b", "a/c"}
+    with pytest.raises(UserError, match=r'data.store: the value "a/b" becomes part of a folder\'s name'):
+        cells(tmp_path, f'[search]\nmethod = "grid"\n[search.parameters]\n{stores}')
+
+
 def changed(old: str, new: str) -> str:
     assert old in HALVING
     return HALVING.replace(old, new)
