@@ -161,7 +161,6 @@ NOT_DRAWN: dict[str, str] = {
     "train.seed": "decides the numbers, not how they come about",
     "train.device": "the fuzzer is for CPUs",
     "train.kernels": "back-ends are compared operator by operator (tests/kernels)",
-    "train.fp8": "rounds to 2 or 3 bits, where another order of a sum decides: tests/parallel/test_fp8.py has layouts",
     "train.precision": "fp64 for comparisons, fp32 with the optimizer",
     "train.validate_every": "of validation, which the fuzzer does not do",
     "train.init_from": "set with adapters and references, which begin with the model's initial weights here",

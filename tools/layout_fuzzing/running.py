@@ -265,6 +265,8 @@ class _Case:
         if not task_class(self.config.task.name).writes_text:
             return errors
         (module,) = self.engine.chunks
+        # Nothing but training rounds to 8 bits.
+        module.eval()
         generator = torch.Generator().manual_seed(0)
         # A document that is a grid is not longer.
         whole_tokens = 40 if model.grid is None else min(40, model.grid.document_tokens)

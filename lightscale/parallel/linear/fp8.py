@@ -46,7 +46,10 @@ def cast(x: Tensor, dtype: torch.dtype) -> Cast:
     Nothing is beyond the largest number of ``dtype``, so nothing is cut off. A tensor with a number that is not finite
     becomes NaN, for the guard to see. Waits for no device.
     """
-    largest = torch.linalg.vector_norm(x.detach(), math.inf).float()
+    # A rank can have no tokens.
+    largest = (
+        torch.linalg.vector_norm(x.detach(), math.inf).float() if x.numel() else x.new_zeros((), dtype=torch.float)
+    )
     ratio = (torch.finfo(dtype).max / largest).clamp(max=_LARGEST_SCALE)
     # Without its mantissa. A ratio of 0 or NaN makes numbers, or their factor, that are none.
     scale = (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
@@ -59,7 +62,8 @@ def product(a: Cast, b: Cast, dtype: torch.dtype) -> Tensor:
     One product of 8 bits where the GPU has it and the widths are those that it takes. Else the numbers are converted,
     exactly, and multiplied in ``dtype``: the result differs by the order of its sum alone.
     """
-    if _has_products(a.values.device) and all(width % _ALIGNMENT == 0 for width in b.values.shape):
+    is_aligned = a.values.numel() > 0 and all(width % _ALIGNMENT == 0 for width in b.values.shape)
+    if is_aligned and _has_products(a.values.device):
         whole = F.ScalingType.TensorWise
         rows, columns = a.values.contiguous(), b.values.contiguous().t()
         return F.scaled_mm(rows, columns, a.factor, whole, b.factor, whole, output_dtype=dtype)
