@@ -10,8 +10,9 @@ class AdaptiveClip:
     """Running mean μ and deviation σ of a norm; what lies more than ``z_score`` deviations above the mean is a spike.
 
     A spike of z deviations is scaled down to μ + (z_score² / z) σ, the paper's reciprocal form: the larger it is, the
-    less of it remains above the mean. The statistics take in the norm that remains. They are functions of the norms
-    alone, which all ranks have, so that all ranks clip alike.
+    less of it remains above the mean. The statistics take in the limit in its place, and not what remains, as the paper
+    has it: norms that stay larger than before would shrink the deviation, and be clipped for ever. They are functions
+    of the norms alone, which all ranks have, so that all ranks clip alike.
     """
 
     def __init__(self, config: AdaptiveClipConfig) -> None:
@@ -39,13 +40,13 @@ class AdaptiveClip:
         return self.mean + self._config.z_score**2 * self.variance / (norm - self.mean)
 
     def take_in(self, norm: float) -> None:
-        """Add the norm of a step, clipped, to the statistics; one that is not finite is skipped.
+        """Add the norm of a step, at most the limit, to the statistics; one that is not finite is skipped.
 
         While they begin, all norms have the same weight; from then on an older one has ``decay`` of the next one's.
         """
         if not math.isfinite(norm):
             return
-        norm = self.clipped(norm)
+        norm = min(norm, self.limit)
         self.steps += 1
         weight = 1 / self.steps if self.steps <= self._config.warmup_steps else 1 - self._config.decay
         distance = norm - self.mean

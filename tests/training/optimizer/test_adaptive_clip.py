@@ -49,9 +49,22 @@ def test_statistics_are_those_of_plain_sums() -> None:
             z = (norm - mean) / deviation
             spikes += z > 2
             assert found == pytest.approx(mean + 4 / z * deviation if z > 2 else norm)
+        remaining.append(min(norm, clip.limit))
         clip.take_in(norm)
-        remaining.append(found)
     assert 3 <= spikes < 20
+
+
+@pytest.mark.parametrize("rise", [1.5, 2.0, 10.0])
+def test_norms_that_stay_larger_are_clipped_for_a_while_only(rise: float) -> None:
+    """As those of a branch with other data."""
+    generator, clip = random.Random(1), AdaptiveClip(AdaptiveClipConfig())
+    is_clipped = []
+    for step in range(1000):
+        norm = generator.gauss(1.0, 0.05) * (rise if step >= 400 else 1)
+        is_clipped.append(norm > clip.limit)
+        clip.take_in(norm)
+    assert sum(is_clipped[400:440]) > 10, "at first the rise is a spike"
+    assert sum(is_clipped[800:]) < 20
 
 
 def test_equal_norms_and_norms_that_are_not_finite_give_no_limit() -> None:
@@ -182,5 +195,7 @@ def test_steps_are_clipped_by_the_norms_before_them_on_all_layouts(run_ranks: Ru
                 assert own["counters"] == first["counters"], f"ranks of {axes} differ"
                 assert own["counters"] == pytest.approx(expected["counters"], rel=1e-3), axes
                 for name, change in expected["changes"].items():
-                    # Large steps amplify roundings; another limit would be another factor.
-                    assert tiny.error(own["changes"][name], change) < 1e-2, (axes, name)
+                    # Large steps amplify roundings; another limit would be another factor. The change of a weight near
+                    # 1 is a difference of numbers that are 2^-23 apart.
+                    distance = (own["changes"][name].double() - change.double()).norm()
+                    assert distance < 1e-2 * change.double().norm() + 2**-23 * change.numel() ** 0.5, (axes, name)
