@@ -15,6 +15,7 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -552,7 +553,9 @@ class Trainer:
                 micro_batch_size=self.config.train.micro_batch_size,
                 layout=self.layout,
                 targets=self.validation_targets,
-                whole_documents=self.task.keeps_documents_whole,
+                # A label is of a whole document; losses of tokens are measured on the text as it stands.
+                whole_documents=self.task.keeps_documents_whole
+                or (self.task.predicts_labels and self.config.data.packing == "whole"),
                 padding_id=store.tokenizer.eot_id,
                 label_array=self.label_array,
             )
@@ -587,6 +590,9 @@ class Trainer:
 
     def _save(self, metrics: MetricsLogger, contents: Sequence[Contents], *, leaving: bool) -> None:
         self._check_directory()
+        if self.save_policy.skips(self.step, metrics, contents, leaving=leaving):
+            return
+        began = time.perf_counter()
         # Corrupted weights must not reach a checkpoint: a restart then goes back to before the corruption.
         self._compare_replicas(self.step)
         if self.config.guard.compare_gradients_every:
@@ -606,6 +612,7 @@ class Trainer:
                 **({} if self.recovery.base is None else {"base": self.recovery.base.fact()}),
             },
             contents=contents,
+            checks_s=time.perf_counter() - began,
             # While steps are being skipped, a rollback may need the last checkpoint before them.
             prune=not self.guard.skips_in_a_row,
             leaving=leaving,

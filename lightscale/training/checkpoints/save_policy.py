@@ -69,6 +69,8 @@ class SavePolicy:
                 if event["event"] == "checkpoint" and event.get("stall_s") is not None
             ],
         )
+        self._checks_s = 0.0
+        """Of the save in flight."""
         # In a row, of this attempt.
         self._failures = 0
         self.not_finite: str | None = None
@@ -101,6 +103,19 @@ class SavePolicy:
         if self.saver.is_writing and not self._largest(not self.saver.is_written):
             self.finish(step, metrics, tokens)
 
+    def skips(self, step: int, metrics: MetricsLogger, contents: Sequence[Contents], *, leaving: bool) -> bool:
+        """Whether there is no save after ``step`` because the one before is still being written; counts and notes it.
+
+        The last state, and steps whose weights or exports were asked for, are saved in any case, however long the save
+        before them still takes.
+        """
+        if not self.saver.is_writing or leaving or "weights" in contents or self._is_exported(step):
+            return False
+        # The disk is slower than saves are due. Steps do not wait for it; the skipped save is counted.
+        metrics.count_skipped_save(step)
+        self._journal.note("checkpoint_skipped", step=step, reason="the previous save is still being written")
+        return True
+
     def save(
         self,
         step: int,
@@ -111,6 +126,7 @@ class SavePolicy:
         facts: Mapping[str, Any],
         about: Mapping[str, Any],
         contents: Sequence[Contents],
+        checks_s: float,
         prune: bool,
         leaving: bool,
     ) -> None:
@@ -119,20 +135,15 @@ class SavePolicy:
         Args:
             tokens: trained on so far.
             state, facts, about, contents: see ``Saver.begin``.
+            checks_s: seconds that comparisons before this save took: they are part of what it costs.
             prune: whether older checkpoints may be removed.
         """
         if self.saver.is_writing:
-            if not leaving and "weights" not in contents and not self._is_exported(step):
-                # The disk is slower than saves are due. Steps do not wait for it; the skipped save is counted.
-                metrics.count_skipped_save(step)
-                self._journal.note("checkpoint_skipped", step=step, reason="the previous save is still being written")
-                return
-            # The last state, and steps whose weights or exports were asked for, are saved in any case, however long the
-            # save before them still takes.
             self.finish(step, metrics, tokens)
         self._heartbeat.beat("saving", step=step)
         retention = Retention(keep=self._config.keep, keep_every=self._config.keep_every) if prune else None
-        stall_s = self.saver.begin(
+        self._checks_s = checks_s
+        stall_s = checks_s + self.saver.begin(
             self._engine, step=step, common=state, facts=facts, about=about, retention=retention, contents=contents
         )
         if leaving or not self._config.asynchronous:
@@ -167,8 +178,8 @@ class SavePolicy:
             self._journal.say(f"{error}; training continues")
             return time.perf_counter() - began
         self._failures = 0
-        # The copy, and what training has just waited for the write: about 0 for a save in the background.
-        stall_s = saved.stall_s + time.perf_counter() - began
+        # The checks, the copy, and what training has just waited for the write: about 0 for a save in the background.
+        stall_s = self._checks_s + saved.stall_s + time.perf_counter() - began
         costs: dict[str, Any] = {"stall_s": stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
         metrics.log_save(step, tokens=tokens, saved_step=saved.step, **costs)
         where: dict[str, Any] = {"step": saved.step, "tokens": saved.facts["tokens"]}

@@ -157,7 +157,7 @@ class GradientCheck:
 
     def _traced(self, batches: Sequence[MicroBatch], measure_logits: bool) -> tuple[list[PassPart], LossSums]:
         found = _Pass(stage=self._mesh.groups.pp.rank(), outputs=[[] for _ in self._engine.chunks])
-        with _recorded(self._engine.chunks, found.outputs):
+        with _repeatable(), _recorded(self._engine.chunks, found.outputs):
             sums = self._engine.forward_backward(batches, measure_logits=measure_logits, reduce=False)
         for chunk in self._engine.chunks:
             gradients = [
@@ -167,6 +167,18 @@ class GradientCheck:
             ]
             found.gradients.append(gradients[::-1])
         return found.parts(), sums
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Sums in one order. On GPUs the backward passes of softmax attention and of indexing would else add in any."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def differing_data(reports: Sequence[Computed]) -> dict[int, list[tuple[int, int]]]:
