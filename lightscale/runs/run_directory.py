@@ -252,7 +252,25 @@ class RunDirectory:
                 "Restore these values, start a new run with --run, or accept the new values at your own risk with "
                 f"{allow_changes(key for key, *_ in refused)}."
             )
+        self._check_steps(stored, config, {key for key, *_ in changes}, allow)
         return changes
+
+    def _check_steps(self, stored: RunConfig, now: RunConfig, changed: Collection[str], allow: Collection[str]) -> None:
+        """Refuse an end before the steps that are done, and another length that no key of the length says."""
+        done, stop = self.newest_checkpoint(), now.train.stop_step
+        if stop is not None and stop < done:
+            raise UserError(
+                f"{self.path}: train.stop_step = {stop}, and the newest checkpoint is of step {done}; use a later "
+                'step, or "none" for the last one'
+            )
+        if stored.total_steps == now.total_steps or any(key in changed or is_named(key, allow) for key in LENGTH_KEYS):
+            return
+        if (fault := self._length_fault(stored, now)) is not None:
+            raise UserError(
+                f"{self.path}: train.tokens = {now.train.tokens} are {now.total_steps} steps with the new values, and "
+                f"were {stored.total_steps}; {fault}; restore the values, or accept the new length at your own risk "
+                f"with {allow_changes(['train.tokens'])}"
+            )
 
     def begin_attempt(self, beginning: Beginning = "start", **fields: Any) -> int:
         """Record the start, remove the previous attempt's status, and return this attempt's number, from 1."""

@@ -152,6 +152,31 @@ def test_another_length_is_accepted_while_the_rates_of_the_steps_done_are_the_sa
     assert run.changes(other, {"train"})
 
 
+def test_a_ramp_up_that_changes_the_length_is_refused_as_a_length_is(
+    run: RunDirectory, tiny_config: MakeConfig
+) -> None:
+    """256 tokens a step: of train.tokens, another ramp-up makes other steps, and a cosine depends on their number."""
+    words = ["optimizer.schedule=cosine", "optimizer.warmup_steps=1", "train.tokens=2560"]
+    ramp = "train.rampup_batch_size=[{{global_batch_size=2,until_tokens={}}}]"
+    run.create_or_open(tiny_config(*words, ramp.format(256)))
+    other = tiny_config(*words, ramp.format(1024))
+    allow = {"train.rampup_batch_size"}
+    assert run.changes(other, allow)
+    with LineWriter(run.metrics) as writer:
+        writer.write({"step": 4, "attempt": 1, "tokens": 768})
+    with pytest.raises(UserError, match=r"train.tokens = 2560 are \d+ steps .*, and were \d+; the learn"):
+        run.changes(other, allow)
+    assert run.changes(other, {*allow, "train.tokens"})
+
+
+def test_a_stop_before_the_newest_checkpoint_is_refused(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    run.create_or_open(tiny_config("train.steps=8"))
+    (run.checkpoints / "step-00000005").mkdir(parents=True)
+    run.changes(tiny_config("train.steps=8", "train.stop_step=5"))
+    with pytest.raises(UserError, match=r"train\.stop_step = 3, and the newest checkpoint is of step 5"):
+        run.changes(tiny_config("train.steps=8", "train.stop_step=3"))
+
+
 def test_another_length_is_refused_where_constants_of_the_optimizer_depend_on_it(
     run: RunDirectory, tiny_config: MakeConfig
 ) -> None:

@@ -337,7 +337,11 @@ class TokenLoader:
         Without one, whole sequences do: the batch size may change at a resume.
         """
         if len(self._stages) > 1 and not self.step_tokens.begins_step(tokens):
-            raise UserError(f"{tokens} tokens are no whole number of steps, which a curriculum needs")
+            raise UserError(
+                f"{tokens} tokens are no whole number of steps with these batches, which data.curriculum needs; keep "
+                "train.global_batch_size and train.rampup_batch_size, or start a new run with these weights "
+                "(train.init_from)"
+            )
 
     def _samples_after(self, tokens: int) -> tuple[_StageOrder, range]:
         position = self.skips.position(tokens)

@@ -23,6 +23,8 @@ _FIXED = {
     "optimizer.decay": "linear",
     "optimizer.decay_power": "1",
     "train.tokens": "none",
+    # A rate is that of a batch, and the ramp-up would end behind the test.
+    "train.rampup_batch_size": "[]",
     "train.profile_steps": "none",
     "train.stop_step": "none",
     "train.validate_every": "0",
