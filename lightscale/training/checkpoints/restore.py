@@ -31,7 +31,7 @@ from lightscale.models.conversion import Conversion
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh
-from lightscale.parallel.optimizer_spec import AVERAGE, CLIP, average_state
+from lightscale.parallel.optimizer_spec import AVERAGE, CLIP, WHOLE, average_state
 from lightscale.parallel.shards import TensorShard, copy_overlap, moved_rows
 from lightscale.runs.run_directory import is_named
 from lightscale.training.checkpoints.directories import (
@@ -307,6 +307,9 @@ class Checkpoints:
         # "model", "exp_avg", …: with ``weights_only`` the moments in the file are not missing from the model.
         kinds = {key.partition(".")[0] for key in here}
         boxes = [box for file in files for box in file.boxes]
+        if not kinds <= {WEIGHTS_PREFIX.removesuffix(".")}:
+            # Moments may be those of a basis, which no matrix here has.
+            kinds |= {kind for box in boxes if (kind := box.key.partition(".")[0]).startswith(WHOLE)}
         there = {box.key: box.shape for box in boxes if box.key.partition(".")[0] in kinds}
         # Weights before moments, whose names say less.
         for key in sorted({*here, *there}, key=lambda key: (not key.startswith("model."), key)):

@@ -298,6 +298,20 @@ def test_four_ranks_take_the_same_steps(run_ranks: RunRanks, tmp_path: Path) -> 
     assert run_ranks(on_layouts, 4, layouts, str(tmp_path), "tnl", "fp32") == [[]] * 4
 
 
+def without_bases(rank: int, world_size: int, init_method: str, folder: str) -> None:
+    """Moments of a basis are not taken for those of elements."""
+    with tiny.mesh_on((1, 1, 1, 1), rank, init_method) as mesh:
+        optimizer = {"name": "soap", "lr": 1e-3}
+        Saver(Path(folder), mesh).save(tiny.engine_in(mesh, optimizer=optimizer), step=1, common={}, facts={})
+        other = tiny.engine_in(mesh, optimizer={**optimizer, "max_precond_dim": 1})
+        with pytest.raises(UserError, match="has other state of the optimizer: whole_"):
+            Checkpoints(Path(folder), mesh).restore(other)
+
+
+def test_a_checkpoint_with_bases_is_not_resumed_without_any(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(without_bases, 1, str(tmp_path))
+
+
 def config(**optimizer: Any) -> RunConfig:
     return RunConfig(
         model=ModelConfig(**MODEL, mixer="tnl", vocab_size=128),  # type: ignore[arg-type]
