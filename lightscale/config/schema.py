@@ -818,7 +818,8 @@ class RunConfig(Section):
             )
         if self.optimizer.ema:
             raise ValueError(
-                "optimizer.ema averages whole models, and [adapter] trains parts of them; set optimizer.ema = {}"
+                "optimizer.ema averages whole models, and [adapter] trains parts of them; remove [optimizer.ema], or "
+                "give 'optimizer.ema={}' on the command line"
             )
 
     def _check_images(self) -> None:

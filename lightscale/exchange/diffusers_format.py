@@ -84,13 +84,15 @@ class DiffusersFormat(ExportFormat):
 
     def usage(self, shape: Shape) -> str:
         """See ``ExportFormat``."""
-        return """```python
+        assert shape.image is not None, "a model of images"
+        kind = "fp32" if shape.image.latents else "uint8"
+        return f"""```python
 import sys
 
 sys.path.insert(0, PATH)
 from pipeline import LightscalePipeline
 
-images = LightscalePipeline.load(PATH).draw([0, 1], steps=50, guidance=2.0, seed=0)  # (2, h, w, c) uint8
+images = LightscalePipeline.load(PATH).draw([0], seed=0)  # (1, h, w, c) {kind}
 ```"""
 
 

@@ -220,6 +220,21 @@ def test_the_files_draw_without_lightscale(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == images.flatten().tolist()
 
 
+@pytest.mark.parametrize(("timesteps", "label_dropout"), [(12, 0.0), (12, 1.0), (60, 0.1)])
+def test_the_usage_of_the_card_draws_whatever_was_learned(tmp_path: Path, timesteps: int, label_dropout: float) -> None:
+    """With or without classes, and of fewer timesteps than are visited by default."""
+    out = exported(tmp_path, "dit", timesteps=timesteps, label_dropout=label_dropout)
+    card = (out / "README.md").read_text()
+    usage = card.partition("```python\n")[2].partition("```")[0]
+    assert "(1, h, w, c) uint8" in usage
+    found: dict[str, Any] = {"PATH": str(out)}
+    exec(usage.replace("PATH", repr(str(out))), found)
+    assert found["images"].dtype == torch.uint8 and len(found["images"]) == 1
+    pipeline = pipeline_of(out).LightscalePipeline.load(out)
+    settings = {"steps": min(50, timesteps), "guidance": 0.0 if label_dropout == 1 else 1.0}
+    assert torch.equal(found["images"], pipeline.draw([0], seed=0, **settings))
+
+
 def test_files_of_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their names and contents; a change of any is found; nothing reads them back."""
     out = exported(tmp_path, "dit")
@@ -280,6 +295,10 @@ def test_wrong_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         ((7,), ()): "class 7: use one of 0, 1, 2",
         ((1,), (("steps", 41),)): "steps = 41: use 1 to 40",
         ((1,), (("steps", 0),)): "steps = 0: use 1 to 40",
+        ((), ()): r"len\(classes\) = 0: use 1 to inf",
+        ((1,), (("batch_size", 0),)): "batch_size = 0: use 1 to inf",
+        ((1,), (("seed", -1),)): "seed = -1: use 0 to",
+        ((1,), (("guidance", math.nan),)): "guidance = nan: use",
         ((1,), (("guidance", 2.0), ("steps", 2))): "the model learned nothing without a class; use 1.0",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -249,6 +249,12 @@ def test_latents_are_drawn_and_exported(
         assert message in capsys.readouterr().err, more
     assert main([*DRAW, "--latents", "x.npz"]) != 0
     assert "--latents x.npz: runs/one draws pixels; use --out FILE" in capsys.readouterr().err
+    for refused in (
+        [*DRAW, "--out", "x.png", "--classifier", "runs/judge"],
+        ["resolutions", "runs/judge", "--image-sizes", "8x8"],
+    ):
+        assert main([*refused, "--store", "latents"]) != 0
+        assert "use " in (error := capsys.readouterr().err) and "latents" in error
     assert main(DRAW) != 0
     assert "--out is missing" in capsys.readouterr().err
     for unfit in ([*WORDS, "data.store=latents"], [*words, "data.store=store"]):

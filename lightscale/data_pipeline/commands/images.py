@@ -101,7 +101,7 @@ def _image_form(args: argparse.Namespace) -> StoredForm:
 
 def _check(args: argparse.Namespace) -> None:
     if is_corpus_file(args) or not args.paths:
-        raise UserError("--images: give PATHs of images; corpus files describe texts")
+        raise UserError("--images, --latents: give PATHs of their files; corpus files describe texts")
     if remote := [path for path in args.paths if not isinstance(path, Path)]:
         raise UserError(f"{remote[0].name}: images are read from this machine; download the files first")
     if given := [name for name in _OF_TEXTS if getattr(args, name)]:

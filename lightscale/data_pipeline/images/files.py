@@ -10,6 +10,7 @@ Directories may hold files of every kind, at any depth. Files come in the order 
 """
 
 import json
+import re
 import tarfile
 import zipfile
 import zlib
@@ -61,6 +62,11 @@ class ImageFiles(ABC):
     def __init__(self, root: Path, paths: Sequence[Path], fields: Fields) -> None:
         """``root``: the path that the user gave; ``paths``: of the files."""
         self.root, self.paths, self.fields = root, paths, fields
+
+    @staticmethod
+    def is_usual(path: Path) -> bool:
+        """Whether a file below a directory is taken; one that the user names is in any case."""
+        return True
 
     @abstractmethod
     def labels(self) -> Iterator[str]:
@@ -248,6 +254,11 @@ class CIFARBinaries(ImageFiles):
 
     _SIDE, _CLASSES = 32, 10
 
+    @staticmethod
+    def is_usual(path: Path) -> bool:
+        """See ``ImageFiles``: many programs name their files .bin."""
+        return re.fullmatch(r"data_batch_\d+|test_batch", path.stem) is not None
+
     def labels(self) -> Iterator[str]:
         """See ``ImageFiles``."""
         for path in self.paths:
@@ -283,8 +294,8 @@ class CIFARBinaries(ImageFiles):
         if not found.is_file():
             return [str(number) for number in range(self._CLASSES)]
         names = _content(found).decode(errors="replace").split()
-        if len(names) != self._CLASSES:
-            raise UserError(f"{found}: {len(names)} names of classes; CIFAR-10 has {self._CLASSES}")
+        if len(set(names)) != self._CLASSES or len(names) != self._CLASSES:
+            raise UserError(f"{found}: {len(set(names))} different names of classes; CIFAR-10 has {self._CLASSES}")
         return [self.fields.class_name(name, str(found)) for name in names]
 
 
@@ -298,20 +309,30 @@ KINDS: Mapping[str, type[ImageFiles]] = {
 
 
 def find_files(
-    paths: Sequence[Path], fields: Fields, known: Mapping[str, type[ImageFiles]] = KINDS
+    paths: Sequence[Path],
+    fields: Fields,
+    known: Mapping[str, type[ImageFiles]] = KINDS,
+    *,
+    without: Collection[Path] = (),
 ) -> list[ImageFiles]:
-    """The files of images at and below ``paths``, of the ``known`` kinds; ``UserError`` for a path without any."""
+    """The files of images at and below ``paths``, of the ``known`` kinds; ``UserError`` for a path without any.
+
+    Files of ``without`` are skipped: those that are held out.
+    """
     found: list[ImageFiles] = []
+    held = {path.resolve() for path in without}
     for root in paths:
         if not root.exists():
             raise UserError(f"{root}: no such file or directory; give files or directories of images")
         files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
         kinds: dict[type[ImageFiles], list[Path]] = {}
         for path in files:
-            if (kind := known.get(path.suffix.lower())) is not None:
+            kind = known.get(path.suffix.lower())
+            if kind is not None and (path == root or kind.is_usual(path)) and path.resolve() not in held:
                 kinds.setdefault(kind, []).append(path)
         if not kinds:
-            raise UserError(f"{root}: no images; known suffixes: {', '.join(sorted(known))}")
+            beside = " beside those of --validation-images" if held else ""
+            raise UserError(f"{root}: no files of images{beside}; known suffixes: {', '.join(sorted(known))}")
         found += [kind(root, of_kind, fields) for kind, of_kind in kinds.items()]
     return found
 

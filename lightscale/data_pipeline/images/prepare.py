@@ -128,9 +128,11 @@ def prepare_images(
         option = "latents" if is_latent else "images"
         raise UserError(f"--{option}: {num_bytes:,} bytes per image; use at most {MOST_IMAGE_BYTES:,}")
     kinds = LATENT_KINDS if is_latent else KINDS
-    inputs: dict[Split, list[ImageFiles]] = {"train": find_files(paths, settings.fields, kinds)}
-    if validation_paths:
-        inputs["validation"] = find_files(validation_paths, settings.fields, kinds)
+    held = find_files(validation_paths, settings.fields, kinds)
+    held_paths = [path for files in held for path in files.paths]
+    inputs: dict[Split, list[ImageFiles]] = {"train": find_files(paths, settings.fields, kinds, without=held_paths)}
+    if held:
+        inputs["validation"] = held
     classes, total = _classes(itertools.chain.from_iterable(inputs.values()))
     problems = Problems(strict=settings.strict)
     tokenizer = settings.tokenizer

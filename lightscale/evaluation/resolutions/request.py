@@ -91,7 +91,7 @@ def check_request(
     opened, name = _store(runs[0], store, source)
     found = opened.source(name)
     shape = opened.image_shape
-    if shape is None:
+    if shape is None or opened.has_latents:
         raise UserError(f"{opened.title} has no images; use a store of `data prepare --images`")
     for run in runs:
         model = run.config.model

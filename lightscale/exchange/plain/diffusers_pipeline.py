@@ -71,8 +71,8 @@ class LightscalePipeline(DiffusionPipeline):
         self,
         classes: Sequence[int | str],
         *,
-        steps: int = 50,
-        guidance: float = 1.0,
+        steps: int | None = None,
+        guidance: float | None = None,
         seed: int = 0,
         noise: Tensor | None = None,
         batch_size: int = 64,
@@ -81,8 +81,9 @@ class LightscalePipeline(DiffusionPipeline):
 
         Args:
             classes: of each image.
-            steps: number of timesteps that are visited, evenly from the last one to the first.
-            guidance: w, of without class + w (with class - without class); 1: with the class alone.
+            steps: number of timesteps that are visited, evenly from the last one to the first; None: 50, or all.
+            guidance: w, of without class + w (with class - without class); 1: with the class alone; None: 1, or 0 of a
+                model that learned without classes.
             seed: of the noise that images begin as.
             noise: (b, channels, height, width), that noise; None: by ``seed``.
             batch_size: images per forward pass.
@@ -93,8 +94,18 @@ class LightscalePipeline(DiffusionPipeline):
         labels = torch.tensor([self._number(name) for name in classes])
         image, config = self.transformer.shape.image, self._config()
         shares = signal_shares(config)
-        if not 1 <= steps <= len(shares):
-            raise ValueError(f"steps = {steps}: use 1 to {len(shares)}")
+        steps = min(50, len(shares)) if steps is None else steps
+        guidance = float(self.label_dropout != 1) if guidance is None else guidance
+        limits = {
+            "len(classes)": (len(labels), 1, math.inf),
+            "steps": (steps, 1, len(shares)),
+            "guidance": (guidance, -1e6, 1e6),
+            "seed": (seed, 0, 2**64 - 1),
+            "batch_size": (batch_size, 1, math.inf),
+        }
+        for name, (value, least, most) in limits.items():
+            if not least <= value <= most:
+                raise ValueError(f"{name} = {value}: use {least} to {most}")
         untrained = {0.0: "without a class", 1.0: "with one"}.get(self.label_dropout)
         if untrained is not None and guidance != 1 - self.label_dropout:
             raise ValueError(

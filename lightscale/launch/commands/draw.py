@@ -227,6 +227,13 @@ def _judge(args: argparse.Namespace, drawing: ChosenRun) -> Judge | None:
         raise UserError(f"--classifier {path}: its classes are not those of {drawing.directory.path}; use one of these")
     store = args.store or next(iter(drawing.config.data.store_paths.values()))
     known = TokenStore(store)
+    height_width_channels = known.image_shape
+    assert config.model.patches is not None, "a model of images"
+    if known.has_latents or height_width_channels is None or height_width_channels[2] != config.model.patches.channels:
+        raise UserError(
+            f"--store {store}: --classifier {path} reads images of {config.model.patches.channels} channels, and these "
+            "are others; use the store of the drawn images"
+        )
     source = args.real or next(iter(known.training_weights()))
     if source not in known.sources:
         raise UserError(f"--real {source}: {store} has no such source; use one of {', '.join(known.sources)}")

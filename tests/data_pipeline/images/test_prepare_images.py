@@ -148,7 +148,11 @@ def test_records_of_cifar_are_images(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"a.bin": b"\x0a" + b"\0" * 3072}, "a.bin: a record has the class 10, and CIFAR-10 has 0 to 9"),
         (
             {"a.bin": b"\0" * 3073, "batches.meta.txt": b"cat\ndog\n"},
-            "batches.meta.txt: 2 names of classes; CIFAR-10 has 10",
+            "batches.meta.txt: 2 different names of classes; CIFAR-10 has 10",
+        ),
+        (
+            {"a.bin": b"\0" * 3073, "batches.meta.txt": b"cat\n" * 10},
+            "batches.meta.txt: 1 different names of classes; CIFAR-10 has 10",
         ),
     ],
 )
@@ -170,13 +174,13 @@ def test_pixels_are_tokens_on_request(tmp_path: Path, capsys: pytest.CaptureFixt
     report = prepare(capsys, *words, "--validation-images", tmp_path / "cifar/data_batch_2.bin")
     store = TokenStore(tmp_path / "store")
     assert store.image_shape is None
-    assert {name: one["documents"] for name, one in report["sources"].items()} == {"cifar": 5, "cifar-validation": 2}
+    assert {name: one["documents"] for name, one in report["sources"].items()} == {"cifar": 3, "cifar-validation": 2}
     source = store.source("cifar")
-    tokens = source.read(0, source.num_tokens).reshape(5, 1 + 32 * 32)
+    tokens = source.read(0, source.num_tokens).reshape(3, 1 + 32 * 32)
     assert (tokens[:, 0] == store.tokenizer.eot_id).all()
-    grey = [np.asarray(Image.fromarray(one).convert("L")).ravel() for one in pixels((32, 32, 3))]
+    grey = [np.asarray(Image.fromarray(one).convert("L")).ravel() for one in pixels((32, 32, 3))[:3]]
     assert np.array_equal(tokens[:, 1:], np.stack(grey).astype(np.int64) + 256)
-    assert [store.label("cifar", number) for number in range(5)] == ["9", "8", "7", "6", "5"]
+    assert [store.label("cifar", number) for number in range(3)] == ["9", "8", "7"]
     # Of generated images the same shades have the same ids.
     assert store.tokenizer.sha256 == shade_tokenizer("pathfinder").sha256
     assert main(["data", "verify", str(tmp_path / "store")]) == 0
@@ -211,6 +215,39 @@ def test_validation_images_have_their_own_paths(tmp_path: Path, capsys: pytest.C
     report = prepare(capsys, *words, "--out", tmp_path / "store")
     assert {name: one["documents"] for name, one in report["sources"].items()} == {"pets": 5, "pets-validation": 5}
     assert content(tmp_path / "store", "pets") == content(tmp_path / "store", "pets-validation")
+
+
+def test_validation_images_are_no_training_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever they lie, and by whichever link they are named; of a directory with nothing else nothing remains."""
+    write_folder(tmp_path / "photos")
+    (tmp_path / "link").symlink_to(tmp_path / "photos/cat")
+    words = [tmp_path / "photos", *WORDS, "--name", "pets", "--validation-images"]
+    # The folder of a class is not its name below itself.
+    named = [tmp_path / "photos/cat/below/0.PNG", "--validation-images", tmp_path / "link/below/2.PNG"]
+    assert main(["data", "prepare", *map(str, [*words, *named, "--out", tmp_path / "store"])]) == 78
+    assert "the image has no folder of its class" in capsys.readouterr().err
+    held = tmp_path / "photos/held"
+    held.mkdir()
+    for name in ("cat", "owl"):
+        (tmp_path / "photos" / name).rename(held / name)
+    report = prepare(capsys, *words, held, "--out", tmp_path / "store")
+    assert {name: one["documents"] for name, one in report["sources"].items()} == {"pets": 2, "pets-validation": 3}
+    same = [str(held), *WORDS, "--validation-images", str(tmp_path / "photos"), "--out", str(tmp_path / "other")]
+    assert main(["data", "prepare", *same]) == 78
+    assert "held: no files of images beside those of --validation-images" in capsys.readouterr().err
+
+
+def test_files_named_bin_are_taken_below_a_directory_only_by_the_names_of_cifar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_cifar(tmp_path / "cifar")
+    (tmp_path / "cifar/pytorch_model.bin").write_bytes(b"weights")
+    words = ["--images", "32x32x3", "--validation", "0", "--out"]
+    report = prepare(capsys, tmp_path / "cifar", *words, tmp_path / "store")
+    assert report["sources"]["cifar"]["documents"] == 5
+    named = ["data", "prepare", str(tmp_path / "cifar/pytorch_model.bin"), *words, str(tmp_path / "other")]
+    assert main(named) == 78
+    assert "pytorch_model.bin: 7 bytes are no records" in capsys.readouterr().err
 
 
 def test_broken_images_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,7 +362,7 @@ def test_files_without_classes_or_images_are_refused(tmp_path: Path, capsys: pyt
     (tmp_path / "broken/a.tar").write_bytes((tmp_path / "tars/shard-0.tar").read_bytes()[:700])
     for name, message in {
         "alone": "a.png: the image has no folder of its class",
-        "nothing": "nothing: no images; known suffixes: ",
+        "nothing": "nothing: no files of images; known suffixes: ",
         "missing": "missing: no such file or directory",
         "unlabelled": 'a.tar:a.png: label_field = "label": the document has no such field',
         "column": "a.parquet: no column 'label'; it has img; set another with --label-field",

@@ -27,14 +27,18 @@ def test_ids_of_shades_are_their_values_behind_the_bytes() -> None:
     assert tokenizer.encode("a" + SHADES[7]) == [97, 263]
 
 
-def test_folders_of_texts_become_classes_by_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The usual files of Long Range Arena's text classification, aclImdb."""
+@pytest.mark.parametrize("given", ["aclImdb/train", "pos neg"])
+def test_folders_of_texts_become_classes_by_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """The usual files of Long Range Arena's text classification, aclImdb; or its folders by names alone."""
     reviews = {"pos/0_9.txt": "Good \u2014 very.", "pos/1_8.txt": "Yes", "neg/0_2.txt": "No.\n"}
     for name, text in reviews.items():
         path = tmp_path / "aclImdb/train" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    words = ["data", "prepare", str(tmp_path / "aclImdb/train"), "--tokenizer", "bytes", "--label-field", "folder"]
+    monkeypatch.chdir(tmp_path if given == "aclImdb/train" else tmp_path / "aclImdb/train")
+    words = ["data", "prepare", *given.split(), "--tokenizer", "bytes", "--label-field", "folder"]
     assert main([*words, "--name", "imdb", "--validation", "0", "--out", str(tmp_path / "store"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["sources"]["imdb"]["classes"] == {"neg": 1, "pos": 2}

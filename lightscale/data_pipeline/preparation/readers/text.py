@@ -1,5 +1,6 @@
 """A file that is one document, of the class that its folder is named after, where classes are read by folder."""
 
+import os
 from collections.abc import Iterator
 from pathlib import PurePath
 
@@ -21,6 +22,9 @@ class WholeText(InputFormat):
             reading.too_long(file.id, file.size_bytes)
         else:
             data = file.path.read_bytes()
-            folder = PurePath(str(file.path)).parent.name if reading.options.label_field == FOLDER else ""
+            folder = ""
+            if reading.options.label_field == FOLDER:
+                # Without resolving links, whose folders are those that the user sees.
+                folder = PurePath(os.path.abspath(str(file.path))).parent.name  # noqa: PTH100
             yield RawDocument(id=file.id, data=data, num_bytes=len(data), label=folder or MISSING)
         reading.advance(file_range.num_bytes)
