@@ -96,7 +96,7 @@ def test_both_ways_begin_at_the_base(
 def test_every_model_is_trained_and_asked(bench_in_process: ModuleType, tmp_path: Path) -> None:
     """The whole way with few steps, which teach nothing."""
     pytest.importorskip("tokenizers")
-    words = [f"{key}={value}" for key, value in (("--talks", 60), ("--held-out", 2), ("--base-steps", 2))]
+    words = [f"{key}={value}" for key, value in (("--talks", 1000), ("--held-out", 2), ("--base-steps", 2))]
     words += ["--steps=2", "--lora-steps=2", f"--save={tmp_path}", f"--folder={tmp_path / 'f'}"]
     assert bench_in_process.main(["answers", *words]) == 0
     (path,) = tmp_path.glob("answers_*.json")
