@@ -117,6 +117,20 @@ def train(engine: Engine, first: int, last: int) -> list[tuple[float, dict[str, 
     return records
 
 
+def main_weights(engine: Engine) -> dict[str, Tensor]:
+    """The weights that the optimizer steps, of a rank that owns all of them."""
+    optimizer: Any = engine.optimizer
+    return {name: optimizer.owned(parameter).weights.clone().view(parameter.shape) for name, parameter in named(engine)}
+
+
+def optimizer_step(engine: Engine, step: int, lr: float = LR) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """Gradients of step ``step``, their norm, and the main weights behind it, of a rank that owns all of them."""
+    engine.forward_backward(step_batches(step, engine.mesh))
+    names = {id(parameter): name for name, parameter in named(engine)}
+    gradients = {names[id(p)]: gradient.clone() for _, p, gradient in engine.gradients()}
+    return gradients, engine.step(lr), main_weights(engine)
+
+
 def named(engine: Engine) -> Iterator[tuple[str, Any]]:
     for chunk in engine.chunks:
         yield from named_parameters(chunk)

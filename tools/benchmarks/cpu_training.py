@@ -2,6 +2,10 @@
 
 Every step is complete: forward, backward, norm and clipping of the gradients, AdamW. transformers' LLaMA has the same
 shape, SDPA and PyTorch's fused AdamW. The models take turns in one process, on random tokens.
+
+What is reachable is measured beside it: the share of a step that is spent in matrix products and in PyTorch's SDPA,
+which no change of ours makes faster. A model whose other work cost nothing would be as many times as fast as
+transformers' LLaMA as its column "products alone" says.
 """
 
 import argparse
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train import random_batches
 from benchmarks.turns import BenchmarkReport, positive, time_in_turns
@@ -32,6 +37,9 @@ SHORT, LONG = 512, 8192
 STEP_TOKENS = 2048
 TARGETS = {SHORT: dict.fromkeys(MODELS, 1.1), LONG: {"llama": 1.5, "tnl": 3.5, "hgrn2": 3.5, "lightnet": 3.5}}
 """Least tokens per CPU second, as multiples of transformers' LLaMA."""
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_dot_product_flash_attention_for_cpu"}
+"""Operations of PyTorch that multiply matrices, without the marks of those in place and of backward passes."""
 
 Step = Callable[[], object]
 
@@ -91,7 +99,9 @@ def measure(shape: Shape, models: Sequence[str], repeats: int, mesh: Mesh) -> li
     steps = {OTHER: transformers_step(known)} | {model: own_step(config, mesh) for model, config in configs.items()}
     samples_s = time_in_turns({name: {"step": step} for name, step in steps.items()}, repeats, clock=time.process_time)
     tokens = known.train.global_batch_size * shape.length
-    speeds = {name: tokens / statistics.median(found["step"]) for name, found in samples_s.items()}
+    times_s = {name: statistics.median(found["step"]) for name, found in samples_s.items()}
+    speeds = {name: tokens / time_s for name, time_s in times_s.items()}
+    shares = {name: share_of_products(step) for name, step in steps.items()}
     print(", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()), file=sys.stderr, flush=True)
     return [
         {
@@ -100,10 +110,21 @@ def measure(shape: Shape, models: Sequence[str], repeats: int, mesh: Mesh) -> li
             "tokens_per_step": tokens,
             "tokens_per_cpu_s": speed,
             "times_transformers": speed / speeds[OTHER],
+            "share_of_products": shares[name],
+            "times_with_products_alone": times_s[OTHER] / (times_s[name] * shares[name]),
             "samples_s": samples_s[name]["step"],
         }
         for name, speed in speeds.items()
     ]
+
+
+def share_of_products(step: Step) -> float:
+    """The share of the time of a step in ``PRODUCTS``."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        step()
+    times = {event.key.removeprefix("aten::"): event.self_cpu_time_total for event in found.key_averages()}
+    of_products = sum(time for name, time in times.items() if name.removesuffix("_backward").rstrip("_") in PRODUCTS)
+    return of_products / sum(times.values())
 
 
 def own_step(config: RunConfig, mesh: Mesh) -> Step:
@@ -175,9 +196,13 @@ def missed(lines: list[dict[str, Any]], size: str) -> list[str]:
 def table(figures: dict[str, Any]) -> Table:
     """A line for each model and length."""
     made = Table(caption="\n".join(f"missed: {one}" for one in figures["verdict"]["missed"]) or None)
-    for heading in ("tokens", "model", "tokens / CPU s", f"times {OTHER}"):
+    for heading in ("tokens", "model", "tokens / CPU s", f"times {OTHER}", "products alone"):
         made.add_column(heading, justify="left" if heading == "model" else "right")
     for line in figures["lines"]:
-        cells = f"{line['tokens_per_cpu_s']:,.0f}", f"{line['times_transformers']:.2f}"
+        cells = (
+            f"{line['tokens_per_cpu_s']:,.0f}",
+            f"{line['times_transformers']:.2f}",
+            f"{line['times_with_products_alone']:.2f}",
+        )
         made.add_row(str(line["length"]), line["model"], *cells)
     return made

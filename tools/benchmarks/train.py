@@ -356,7 +356,10 @@ def fp8_table(figures: dict[str, Any]) -> Table:
     """Both, for people."""
     shown = Table("train.fp8", "recompute", "s a step", "tokens/s", "peak memory", "planned")
     for fp8 in ("none", "current"):
-        if isinstance(row := figures.get(fp8), dict):
+        row = figures.get(fp8)
+        if isinstance(row, list):
+            shown.add_row(fp8, *("; ".join(failure[name] or "" for failure in row) for name in ("recompute", "reason")))
+        elif row is not None:
             memory = (f"{row[name] / 2**30:.2f} GiB" for name in ("peak_memory_bytes", "planned_memory_bytes"))
             shown.add_row(fp8, row["recompute"], f"{row['step_s']:.3f}", f"{row['tokens_per_s']:,.0f}", *memory)
     return shown

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from lightscale.models.accounting import parameter_terms
@@ -31,7 +32,21 @@ def test_figures_of_every_model(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (other, own):
         assert line["tokens_per_step"] == 2048
         assert line["tokens_per_cpu_s"] == pytest.approx(2048 / line["samples_s"][0])
+        assert 0.02 < line["share_of_products"] < 0.98
+        bound = line["times_transformers"] / line["share_of_products"]
+        assert line["times_with_products_alone"] == pytest.approx(bound)
     assert figures["verdict"]["missed"] == [], "targets are for the size 3M"
+
+
+def test_products_are_told_from_other_work(tool: ModuleType) -> None:
+    """Forward and backward, of matrices alone and of attention."""
+    x = torch.randn(4, 4, 128, 128, requires_grad=True)
+
+    def products() -> None:
+        (torch.nn.functional.scaled_dot_product_attention(x @ x, x, x, is_causal=True) @ x).sum().backward()
+
+    assert tool.share_of_products(products) > 0.6
+    assert tool.share_of_products(lambda: x.detach().exp().sum().item()) == 0
 
 
 def test_llamas_have_one_shape(tool: ModuleType) -> None:

@@ -71,13 +71,8 @@ def trained(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
         with tiny.mesh_on((1, 1, 1, 1), rank, f"{init_method}-{number}") as mesh:
             for name in NAMES:
                 engine = tiny.engine_in(mesh, optimizer=optimizer_of(name), precision=precision, **MODEL)
-                before, steps = main_weights(engine), []
-                for step in range(STEPS):
-                    engine.forward_backward(tiny.step_batches(step, mesh))
-                    names = {id(parameter): name for name, parameter in tiny.named(engine)}
-                    gradients = {names[id(p)]: gradient.clone() for _, p, gradient in engine.gradients()}
-                    norm = engine.step(tiny.LR)
-                    steps.append((gradients, norm, main_weights(engine), moments(engine)))
+                before = tiny.main_weights(engine)
+                steps = [(*tiny.optimizer_step(engine, step), moments(engine)) for step in range(STEPS)]
                 states = [engine.optimizer.owned(parameter).state for _, parameter in tiny.named(engine)]
                 dtypes = {key: tensor.dtype for state in states for key, tensor in state.items()}
                 whole = {shard.box.key.partition(".")[0]: shard.data.dtype for shard in engine.optimizer.whole_shards()}
@@ -93,13 +88,6 @@ def moments(engine: Any) -> dict[str, State]:
     return {
         name: {key: one.clone().view(parameter.shape) for key, one in state.items() if not key.startswith("ema_")}
         for name, parameter, state in states
-    }
-
-
-def main_weights(engine: Any) -> State:
-    return {
-        name: engine.optimizer.owned(parameter).weights.clone().view(parameter.shape)
-        for name, parameter in tiny.named(engine)
     }
 
 

@@ -27,6 +27,7 @@ from lightscale.training.optimizer.muon import Muon
 from lightscale.training.optimizer.registry import optimizer_spec
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
+tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tnl_matrices.py")))
 
 RunRanks = Callable[..., list[Any]]
 HEADS, WIDTH = 4, 32
@@ -45,19 +46,6 @@ OPTIMIZER = {
 }
 
 
-def parts_of(name: str, weight: Tensor) -> list[Tensor]:
-    """Views of the matrices in a weight of TNL: keys and values head by head, gate above up."""
-    if name.endswith("kv_proj.weight"):
-        by_head = weight.view(HEADS, 2, -1, WIDTH)
-        return [by_head[:, 0], by_head[:, 1]]
-    return list(weight.chunk(2)) if name.endswith("linear_fc1.weight") else [weight]
-
-
-def is_matrix(name: str) -> bool:
-    ends = ("_proj.weight", "gate_down.weight", "linear_fc1.weight", "linear_fc2.weight")
-    return name.endswith(ends)
-
-
 def orthogonal(mean: Tensor, steps: int = 5) -> Tensor:
     """By singular values, to which alone the odd polynomial applies."""
     flat = mean.reshape(-1, mean.size(-1))
@@ -73,22 +61,10 @@ def trained(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     for number, precision in enumerate(("fp32", "bf16")):
         with tiny.mesh_on((1, 1, 1, 1), rank, f"{init_method}-{number}") as mesh:
             engine = tiny.engine_in(mesh, optimizer=OPTIMIZER, precision=precision, **MODEL)
-            before, steps = main_weights(engine), []
-            for step in range(STEPS):
-                engine.forward_backward(tiny.step_batches(step, mesh))
-                names = {id(parameter): name for name, parameter in tiny.named(engine)}
-                gradients = {names[id(p)]: gradient.clone() for _, p, gradient in engine.gradients()}
-                norm = engine.step(tiny.LR)
-                steps.append((gradients, norm, main_weights(engine)))
+            before = tiny.main_weights(engine)
+            steps = [tiny.optimizer_step(engine, step) for step in range(STEPS)]
             found[precision] = (before, steps)
     return found
-
-
-def main_weights(engine: Any) -> dict[str, Tensor]:
-    return {
-        name: engine.optimizer.owned(parameter).weights.clone().view(parameter.shape)
-        for name, parameter in tiny.named(engine)
-    }
 
 
 def test_ten_steps_are_those_of_singular_values_in_fp64(run_ranks: RunRanks) -> None:
@@ -102,11 +78,13 @@ def test_ten_steps_are_those_of_singular_values_in_fp64(run_ranks: RunRanks) -> 
             clipped += share < 1
             for name, weight in before.items():
                 g = gradients[name].double() * share
-                if is_matrix(name):
+                if tnl.is_matrix(name):
                     means[name] = 0.95 * means[name] + 0.05 * g
                     mean = 0.95 * means[name] + 0.05 * g
                     update = torch.empty_like(mean)
-                    for target, part in zip(parts_of(name, update), parts_of(name, mean), strict=True):
+                    for target, part in zip(
+                        tnl.parts_of(name, HEADS, update), tnl.parts_of(name, HEADS, mean), strict=True
+                    ):
                         target.copy_(orthogonal(part))
                 else:
                     means[name] = 0.9 * means[name] + 0.1 * g
@@ -200,7 +178,7 @@ def config(**optimizer: Any) -> RunConfig:
 def test_a_plan_counts_state_by_parameter() -> None:
     run = config()
     shapes = parameter_shapes(run.model)
-    whole = sum(math.prod(shape) for name, shape in shapes.items() if is_matrix(name) or "gate_up" in name)
+    whole = sum(math.prod(shape) for name, shape in shapes.items() if tnl.is_matrix(name) or "gate_up" in name)
     every = sum(math.prod(shape) for shape in shapes.values())
     assert 0.5 * every < whole < every
     memory = rank_memory(run, check_layout(run, 1), 0)

@@ -33,13 +33,6 @@ def adam(name: str) -> dict[str, Any]:
     return {"name": name, "weight_decay": DECAY, "grad_clip": 0.0} | ({} if name == "lion" else {"eps": EPS})
 
 
-def main_weights(engine: Any) -> dict[str, Tensor]:
-    return {
-        name: engine.optimizer.owned(parameter).weights.clone().view(parameter.shape)
-        for name, parameter in tiny.named(engine)
-    }
-
-
 def steps_of(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     """By optimizer, the weights before each of three steps with the gradients, and those after them."""
     found: dict[str, Any] = {}
@@ -48,12 +41,9 @@ def steps_of(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
             engine = tiny.engine_in(mesh, optimizer=adam(name), mup=MUP, **SIZE)
             steps = []
             for step in range(3):
-                before = main_weights(engine)
-                engine.forward_backward(tiny.step_batches(step, mesh))
-                names = {id(parameter): name for name, parameter in tiny.named(engine)}
-                gradients = {names[id(p)]: gradient.clone() for _, p, gradient in engine.gradients()}
-                engine.step(tiny.LR)
-                steps.append((before, gradients, main_weights(engine)))
+                before = tiny.main_weights(engine)
+                gradients, _, after = tiny.optimizer_step(engine, step)
+                steps.append((before, gradients, after))
             found[name] = steps
         plain = tiny.engine_in(mesh, **SIZE)
         at_base = tiny.engine_in(mesh, mup=BASE, **SIZE)

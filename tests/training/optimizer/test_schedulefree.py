@@ -51,28 +51,17 @@ def of_model(engine: Any) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in tiny.named(engine)}
 
 
-def read(engine: Any) -> dict[str, Tensor]:
-    """The weights that a checkpoint has."""
-    return {
-        name: engine.optimizer.owned(parameter).weights.clone().view(parameter.shape)
-        for name, parameter in tiny.named(engine)
-    }
-
-
 def trained(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     found = {}
     for number, precision in enumerate(("fp32", "bf16")):
         with tiny.mesh_on((1, 1, 1, 1), rank, f"{init_method}-{number}") as mesh:
             engine = tiny.engine_in(mesh, optimizer=OPTIMIZER, precision=precision, **MODEL)
-            start, steps = read(engine), []
+            start, steps = tiny.main_weights(engine), []
             for step, lr in enumerate(RATES):
-                engine.forward_backward(tiny.step_batches(step, mesh))
-                names = {id(parameter): name for name, parameter in tiny.named(engine)}
-                gradients = {names[id(p)]: gradient.clone() for _, p, gradient in engine.gradients()}
-                norm = engine.step(lr)
+                gradients, norm, read = tiny.optimizer_step(engine, step, lr)
                 with engine.read_weights():
                     shown = of_model(engine)
-                steps.append((gradients, norm, read(engine), of_model(engine), shown))
+                steps.append((gradients, norm, read, of_model(engine), shown))
             found[precision] = (start, steps)
     return found
 

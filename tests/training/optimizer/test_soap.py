@@ -33,6 +33,7 @@ from lightscale.training.optimizer.registry import optimizer_spec
 from lightscale.training.optimizer.soap import SOAP
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
+tnl = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tnl_matrices.py")))
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "drawing.py")))
 
 RunRanks = Callable[..., list[Any]]
@@ -130,40 +131,15 @@ OPTIMIZER = {
 }
 
 
-def parts_of(name: str, weight: Tensor) -> list[Tensor]:
-    """Views of the matrices in a weight of TNL: keys and values head by head, gate above up."""
-    if name.endswith("kv_proj.weight"):
-        by_head = weight.view(HEADS, 2, -1, WIDTH)
-        return [by_head[:, 0], by_head[:, 1]]
-    return list(weight.chunk(2)) if name.endswith("linear_fc1.weight") else [weight]
-
-
-def is_matrix(name: str) -> bool:
-    ends = ("_proj.weight", "gate_down.weight", "linear_fc1.weight", "linear_fc2.weight")
-    return name.endswith(ends)
-
-
 def trained(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
     found = {}
     for number, precision in enumerate(("fp32", "bf16")):
         with tiny.mesh_on((1, 1, 1, 1), rank, f"{init_method}-{number}") as mesh:
             engine = tiny.engine_in(mesh, optimizer=OPTIMIZER, precision=precision, **MODEL)
-            before, steps = main_weights(engine), []
-            for step in range(STEPS):
-                engine.forward_backward(tiny.step_batches(step, mesh))
-                names = {id(parameter): name for name, parameter in tiny.named(engine)}
-                gradients = {names[id(p)]: gradient.clone() for _, p, gradient in engine.gradients()}
-                norm = engine.step(tiny.LR)
-                steps.append((gradients, norm, main_weights(engine)))
+            before = tiny.main_weights(engine)
+            steps = [tiny.optimizer_step(engine, step) for step in range(STEPS)]
             found[precision] = (before, steps)
     return found
-
-
-def main_weights(engine: Any) -> dict[str, Tensor]:
-    return {
-        name: engine.optimizer.owned(parameter).weights.clone().view(parameter.shape)
-        for name, parameter in tiny.named(engine)
-    }
 
 
 def test_ten_steps_of_an_engine_are_those_of_the_paper(run_ranks: RunRanks) -> None:
@@ -182,8 +158,8 @@ def test_ten_steps_of_an_engine_are_those_of_the_paper(run_ranks: RunRanks) -> N
                 is_slow = "q_proj" in name or "embedding" in name
                 betas = (0.9, 0.9) if is_slow else (0.95, 0.95)
                 update = torch.empty_like(g)
-                if is_matrix(name):
-                    targets, own = parts_of(name, update), parts_of(name, g)
+                if tnl.is_matrix(name):
+                    targets, own = tnl.parts_of(name, HEADS, update), tnl.parts_of(name, HEADS, g)
                     flat = [part.reshape(-1, part.size(-1)) for part in own]
                     paper = papers.setdefault(
                         name, [Paper(tuple(one.shape), frequency=3, betas=betas, sides=(True, True)) for one in flat]
@@ -328,8 +304,8 @@ def test_a_plan_counts_state_of_matrices(moments_dtype: str, moment: int, longes
     spec, shapes = optimizer_spec(run), parameter_shapes(run.model)
     bases = 0
     for name, shape in shapes.items():
-        if is_matrix(name) or "gate_up" in name:
-            for part in parts_of(name, torch.empty(shape)):
+        if tnl.is_matrix(name) or "gate_up" in name:
+            for part in tnl.parts_of(name, HEADS, torch.empty(shape)):
                 sides = part.reshape(-1, part.size(-1)).shape
                 # The preconditioner and its basis, in fp32.
                 bases += sum(8 * n * n for n in sides if n <= longest)

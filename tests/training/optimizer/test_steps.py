@@ -79,23 +79,11 @@ def trained(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
         with tiny.mesh_on((1, 1, 1, 1), rank, f"{init_method}-{number}") as mesh:
             for name in PLAIN:
                 engine = tiny.engine_in(mesh, optimizer=optimizer_of(name), precision=precision, **MODEL)
-                before, steps = main_weights(engine), []
-                for step in range(STEPS):
-                    engine.forward_backward(tiny.step_batches(step, mesh))
-                    names = {id(parameter): name for name, parameter in tiny.named(engine)}
-                    gradients = {names[id(p)]: gradient.clone() for _, p, gradient in engine.gradients()}
-                    norm = engine.step(tiny.LR)
-                    steps.append((gradients, norm, main_weights(engine)))
+                before = tiny.main_weights(engine)
+                steps = [tiny.optimizer_step(engine, step) for step in range(STEPS)]
                 rounded = {key: weight.detach().clone() for key, weight in tiny.named(engine)}
                 found[f"{name} {precision}"] = (before, steps, rounded)
     return found
-
-
-def main_weights(engine: Any) -> Weights:
-    return {
-        name: engine.optimizer.owned(parameter).weights.clone().view(parameter.shape)
-        for name, parameter in tiny.named(engine)
-    }
 
 
 def test_ten_steps_are_those_of_the_equations(run_ranks: RunRanks) -> None:
