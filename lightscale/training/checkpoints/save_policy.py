@@ -69,8 +69,6 @@ class SavePolicy:
                 if event["event"] == "checkpoint" and event.get("stall_s") is not None
             ],
         )
-        self._checks_s = 0.0
-        """Of the save in flight."""
         # In a row, of this attempt.
         self._failures = 0
         self.not_finite: str | None = None
@@ -142,9 +140,15 @@ class SavePolicy:
             self.finish(step, metrics, tokens)
         self._heartbeat.beat("saving", step=step)
         retention = Retention(keep=self._config.keep, keep_every=self._config.keep_every) if prune else None
-        self._checks_s = checks_s
-        stall_s = checks_s + self.saver.begin(
-            self._engine, step=step, common=state, facts=facts, about=about, retention=retention, contents=contents
+        stall_s = self.saver.begin(
+            self._engine,
+            step=step,
+            common=state,
+            facts=facts,
+            about=about,
+            retention=retention,
+            contents=contents,
+            stalled_s=checks_s,
         )
         if leaving or not self._config.asynchronous:
             stall_s = self.finish(step, metrics, tokens, leaving=leaving)
@@ -179,7 +183,7 @@ class SavePolicy:
             return time.perf_counter() - began
         self._failures = 0
         # The checks, the copy, and what training has just waited for the write: about 0 for a save in the background.
-        stall_s = self._checks_s + saved.stall_s + time.perf_counter() - began
+        stall_s = saved.stall_s + time.perf_counter() - began
         costs: dict[str, Any] = {"stall_s": stall_s, "write_s": saved.write_s, "num_bytes": saved.num_bytes}
         metrics.log_save(step, tokens=tokens, saved_step=saved.step, **costs)
         where: dict[str, Any] = {"step": saved.step, "tokens": saved.facts["tokens"]}

@@ -82,7 +82,7 @@ class Saved:
     num_bytes: int
     """Of all files."""
     stall_s: float
-    """Seconds that training waited for the copy."""
+    """Seconds that training waited for the copy, and for what was checked before it."""
     write_s: float
     """Seconds until it was durable."""
     removed: tuple[int, ...] = ()
@@ -150,8 +150,9 @@ class Saver:
         about: Mapping[str, Any] | None = None,
         retention: Retention | None = None,
         contents: Sequence[Contents] = ("full",),
+        stalled_s: float = 0.0,
     ) -> float:
-        """Copy the state and begin to write it; ``finish`` gives the result. Returns the seconds of the copy.
+        """Copy the state and begin to write it; ``finish`` gives the result. Returns the seconds that training stalled.
 
         At most one save is in flight. If a whole checkpoint of the same step and ``facts`` exists, it is of this same
         state, and stays as it is.
@@ -163,6 +164,7 @@ class Saver:
             about: further entries of the manifest.
             retention: which older full checkpoints are removed after it; None: none.
             contents: a checkpoint is written of each, all of one copy of the state.
+            stalled_s: seconds that training has stalled for this save before the copy.
         """
         assert self._written is None, "the previous save is unfinished"
         assert contents, "nothing to save"
@@ -181,7 +183,7 @@ class Saver:
             random=json.dumps(random_states()),
             facts=dict(facts),
             about=dict(about or {}),
-            stall_s=time.perf_counter() - began,
+            stall_s=stalled_s + time.perf_counter() - began,
         )
         self._written = written = Future[Saved]()
 
