@@ -39,13 +39,14 @@ def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """The report so far after every run."""
     settings = {name: getattr(args, name) for name in ("mixer", "width", "rate", "steps", "repeats")}
     lines: list[dict[str, Any]] = []
-    with start_mesh(device="cpu") as mesh:
-        for seed in range(args.repeats):
-            for way in WAYS:
+    for seed in range(args.repeats):
+        for way in WAYS:
+            # Of each run: an engine lives as long as its mesh.
+            with start_mesh(device="cpu") as mesh:
                 lines.append({"way": way, "seed": seed, **trained(config_of(args, way, seed), way, mesh)})
-                print(f"{way} seed {seed}: {lines[-1]['held_out']:.4f}", file=sys.stderr, flush=True)
-                figures = {"lines": lines.copy(), "apart": apart(lines)}
-                yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
+            print(f"{way} seed {seed}: {lines[-1]['held_out']:.4f}", file=sys.stderr, flush=True)
+            figures = {"lines": lines.copy(), "apart": apart(lines)}
+            yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
 
 
 def config_of(args: argparse.Namespace, way: str, seed: int) -> RunConfig:

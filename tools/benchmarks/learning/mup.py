@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.turns import BenchmarkReport, positive
 from lightscale.config.schedules.registry import learning_rate
 from lightscale.config.schema import RunConfig
-from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.mesh import start_mesh
 from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.study.fits.optimum import Optimum, optimum
 from lightscale.training.build import build_engine
@@ -75,23 +75,22 @@ def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """The report so far after every width."""
     settings = {name: getattr(args, name) for name in ("mixer", "widths", "rates", "steps", "repeats")}
     lines: list[dict[str, Any]] = []
-    with start_mesh(device="cpu") as mesh:
-        for width in args.widths:
-            for kind in (STANDARD, MUP):
-                if width == args.widths[0] and kind == MUP:
-                    lines += [line | {"kind": MUP} for line in lines]
-                    continue
-                lines += losses(args, width, kind, mesh)
-            figures = {"lines": lines.copy(), "best": best(lines), "spread": spread(lines)}
-            yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
+    for width in args.widths:
+        for kind in (STANDARD, MUP):
+            if width == args.widths[0] and kind == MUP:
+                lines += [line | {"kind": MUP} for line in lines]
+                continue
+            lines += losses(args, width, kind)
+        figures = {"lines": lines.copy(), "best": best(lines), "spread": spread(lines)}
+        yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
 
 
-def losses(args: argparse.Namespace, width: int, kind: str, mesh: Mesh) -> list[dict[str, Any]]:
+def losses(args: argparse.Namespace, width: int, kind: str) -> list[dict[str, Any]]:
     """A line for each rate and seed."""
     found = []
     for seed in range(args.repeats):
         for rate in args.rates:
-            loss = trained(config_of(args, width, kind, rate, seed), mesh)
+            loss = trained(config_of(args, width, kind, rate, seed))
             print(f"{kind} {width} {rate:.2e} seed {seed}: {loss:.4f}", file=sys.stderr, flush=True)
             found.append({"kind": kind, "width": width, "rate": rate, "seed": seed, "loss": loss})
     return found
@@ -120,14 +119,16 @@ def config_of(args: argparse.Namespace, width: int, kind: str, rate: float, seed
     )
 
 
-def trained(config: RunConfig, mesh: Mesh) -> float:
+def trained(config: RunConfig) -> float:
     """Loss on other tokens after the run, nats per token."""
     source, seed = Source.drawn(0), config.train.seed
-    engine = build_engine(config, mesh, vocab_size=NUM_IDS, trainable=True)
-    for step in range(1, config.total_steps + 1):
-        engine.forward_backward([source.batch(ROWS, 1_000_000 * (seed + 1) + step)])
-        engine.step(learning_rate(config.optimizer, step, config.total_steps))
-    loss = engine.forward_only([source.batch(8 * ROWS, 0)]).mean
+    # Of each run: an engine lives as long as its mesh.
+    with start_mesh(device="cpu") as mesh:
+        engine = build_engine(config, mesh, vocab_size=NUM_IDS, trainable=True)
+        for step in range(1, config.total_steps + 1):
+            engine.forward_backward([source.batch(ROWS, 1_000_000 * (seed + 1) + step)])
+            engine.step(learning_rate(config.optimizer, step, config.total_steps))
+        loss = engine.forward_only([source.batch(8 * ROWS, 0)]).mean
     return loss if math.isfinite(loss) else math.inf
 
 

@@ -10,7 +10,6 @@ continues with the same command.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -34,7 +33,7 @@ from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader, v
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 from lightscale.files import sync
-from lightscale.parallel.mesh import Mesh, start_mesh
+from lightscale.parallel.mesh import start_mesh
 from lightscale.training.build import build_engine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -160,13 +159,11 @@ def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     ways = [way for way in WAYS if way.name in args.ways]
     settings = asdict(setting) | {"mixers": args.mixers, "seeds": list(SEEDS)}
     kept = Kept(args.folder / "cells.jsonl", setting)
-    with start_mesh(device="cpu") as mesh:
-        runs = Runs(store, path, mesh, setting, kept)
-        for mixer in args.mixers:
-            for way in ways:
-                runs.tune(mixer, way)
-                figures = figures_of(kept.cells, setting, args.mixers, ways)
-                yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
+    runs = Runs(store, path, setting, kept)
+    for mixer, way in itertools.product(args.mixers, ways):
+        runs.tune(mixer, way)
+        figures = figures_of(kept.cells, setting, args.mixers, ways)
+        yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
 
 
 def prepared(folder: Path, tokenizer: str, vocab_size: int) -> Path:
@@ -217,8 +214,8 @@ class Kept:
 class Runs:
     """The runs of one setting."""
 
-    def __init__(self, store: TokenStore, path: Path, mesh: Mesh, setting: Setting, kept: Kept) -> None:
-        self._store, self._path, self._mesh, self._setting, self._kept = store, path, mesh, setting, kept
+    def __init__(self, store: TokenStore, path: Path, setting: Setting, kept: Kept) -> None:
+        self._store, self._path, self._setting, self._kept = store, path, setting, kept
 
     def tune(self, mixer: str, way: Way) -> None:
         """All cells of a mixer and a way."""
@@ -280,24 +277,24 @@ class Runs:
 
     def _trained(self, config: RunConfig) -> float | None:
         """The loss of validation behind a run; None where a loss is not finite."""
-        # What the last run held; engines are cycles.
-        gc.collect()
         loader = TokenLoader.of(config, self._store)
-        engine = build_engine(config, self._mesh, vocab_size=self._store.tokenizer.vocab_size, trainable=True)
-        for step in range(1, config.total_steps + 1):
-            batches = [batch.to(self._mesh.device) for batch in loader.next_step()]
-            if not math.isfinite(engine.forward_backward(batches).mean):
-                return None
-            engine.step(learning_rate(config.optimizer, step, config.total_steps))
-        found = validation_batches(
-            self._store.source(f"{SOURCE}-validation"),
-            sequence_length=self._setting.sequence_length,
-            num_sequences=self._setting.validation_sequences,
-            micro_batch_size=self._setting.batch_size,
-            layout=LoaderLayout(),
-        )
-        with engine.read_weights():
-            loss = engine.forward_only([batch.to(self._mesh.device) for batch in found]).mean
+        # Of each run: an engine lives as long as its mesh.
+        with start_mesh(device="cpu") as mesh:
+            engine = build_engine(config, mesh, vocab_size=self._store.tokenizer.vocab_size, trainable=True)
+            for step in range(1, config.total_steps + 1):
+                batches = [batch.to(mesh.device) for batch in loader.next_step()]
+                if not math.isfinite(engine.forward_backward(batches).mean):
+                    return None
+                engine.step(learning_rate(config.optimizer, step, config.total_steps))
+            found = validation_batches(
+                self._store.source(f"{SOURCE}-validation"),
+                sequence_length=self._setting.sequence_length,
+                num_sequences=self._setting.validation_sequences,
+                micro_batch_size=self._setting.batch_size,
+                layout=LoaderLayout(),
+            )
+            with engine.read_weights():
+                loss = engine.forward_only([batch.to(mesh.device) for batch in found]).mean
         return loss if math.isfinite(loss) else None
 
 

@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,7 +37,6 @@ def runs(compared: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     store = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128), fingerprint=lambda: "of the tokens")
     monkeypatch.setattr(compared.Runs, "_trained", trained)
     monkeypatch.setattr(compared, "TokenStore", lambda path: store)
-    monkeypatch.setattr(compared, "start_mesh", lambda **_: nullcontext())
     return made
 
 
