@@ -293,6 +293,8 @@ def test_wrong_requests_are_refused(
         ("resolutions", "runs/one", "--image-sizes", "8x8"): 'use runs with task.name = "classify-image"',
         (*draw, "parallel.sequence=3"): "parallel.sequence",
         ("draw", "runs/one", "--out", "store"): "--out store: the path exists",
+        ("draw", "runs/one", "--out", "new.jpg"): "--out new.jpg: it becomes a PNG file; use a name that ends in .png",
+        (*draw, "--json"): "--json prints the measures of a classifier; add --classifier RUN",
         ("draw", "runs/judge", "--out", "new.png"): 'its task.name = "classify-image", which draws nothing',
         ("predict", "runs/one", "--file", "a.npz"): "use `lightscale draw` to draw images",
         ("generate", "runs/one", "--prompt", "a"): "use `lightscale draw` for this model",

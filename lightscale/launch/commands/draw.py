@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     row = "tokens per forward pass of the model (default: %(default)s)"
     add("--row-tokens", type=int, default=8192, metavar="N", help=row)
     add("--store", type=path_argument, metavar="PATH", help="token store of the run (default: the run's)")
-    add("--json", action="store_true", help="print the measures as one line of JSON")
+    add("--json", action="store_true", help="with --classifier: print the measures as one line of JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,6 +140,8 @@ def _check_output(args: argparse.Namespace, chosen: ChosenRun) -> None:
             raise UserError(f"--latents {args.latents}: {path} draws pixels; use --out FILE")
         if args.out is None:
             raise UserError("--out is missing: name a new PNG file for the picture of all images")
+        if args.out.suffix.lower() != ".png":
+            raise UserError(f"--out {args.out}: it becomes a PNG file; use a name that ends in .png")
         if find_spec("PIL") is None:
             raise UserError("--out: PNG files need the package pillow; pip install 'lightscale[images]'")
         return
@@ -213,6 +215,8 @@ def _judge(args: argparse.Namespace, drawing: ChosenRun) -> Judge | None:
     if args.classifier is None:
         if args.real is not None:
             raise UserError(f"--real {args.real} has no effect without --classifier; remove it")
+        if args.json:
+            raise UserError("--json prints the measures of a classifier; add --classifier RUN, or remove --json")
         return None
     chosen = _chosen(args.classifier, args)
     config, path = chosen.config, chosen.directory.path
