@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from lightscale.data_pipeline.preparation.labels import class_of
 from lightscale.data_pipeline.preparation.readers.inputs import MISSING
 from lightscale.data_pipeline.preparation.readers.interface import one_line
+from lightscale.data_pipeline.preparation.readers.table import IMAGE_SUFFIXES
 from lightscale.errors import UserError
 
-SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+SUFFIXES = frozenset(IMAGE_SUFFIXES)
 _ROWS_AT_ONCE = 256
 
 

@@ -469,10 +469,15 @@ def test_a_corpus_with_nothing_in_it_says_what_was_seen(tmp_path: Path, byte_tok
 def test_a_corpus_without_a_file_to_read_is_empty(tmp_path: Path, byte_tokens: str, tokenizer: str) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.pdf").write_bytes(b"%PDF")
-    for path in (tmp_path / "corpus", tmp_path / "corpus" / "a.pdf"):
+    (tmp_path / "one.PNG").write_bytes(b"\x89PNG")
+    for path, seen in {
+        tmp_path / "corpus": r"a\.pdf",
+        tmp_path / "corpus" / "a.pdf": r"a\.pdf",
+        tmp_path / "one.PNG": r"one\.PNG: an image; .*--images",
+    }.items():
         table: dict[str, Any] = {"tokenizer": byte_tokens} if tokenizer == "given" else {}
         table |= {"sources": {"a": {"paths": [str(path)]}}}
-        with pytest.raises(UserError, match=r"no training document remains: 0 files read, 1 × .*a\.pdf"):
+        with pytest.raises(UserError, match=rf"no training document remains: 0 files read, 1 × .*{seen}"):
             prepare(make_corpus(table, origin="test"), tmp_path / "store")
     assert not (tmp_path / "store.work").exists()
 

@@ -66,8 +66,10 @@ _OTHER_PACKED_SUFFIXES = (".xz", ".zip", ".7z", ".tar", ".tgz")
 # Their texts are inside of something: trained on as they are, a model would learn the format.
 _OTHER_SUFFIXES = (
     *(".orc", ".avro", ".wat", ".pdf", ".docx", ".epub", ".sqlite", ".db"),
-    *(".npy", ".npz", ".pkl", ".bin", ".idx"),
+    *(".npy", ".npz", ".pkl", ".bin", ".idx", ".pt", ".safetensors"),
+    *(".mp3", ".mp4", ".ogg", ".wav"),
 )
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 def suffixes_of(entry: InputFormatEntry) -> list[str]:
@@ -100,4 +102,6 @@ def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
         return f"compressed files can be {names}, with suffix {', '.join(PACKED_SUFFIXES)}; or set format"
     if name.endswith(_OTHER_SUFFIXES):
         return f'none of {", ".join(FORMATS)}; convert it to one of them, or set format = "text"'
+    if name.endswith(IMAGE_SUFFIXES):
+        return "an image; `lightscale data prepare --images HEIGHTxWIDTHxCHANNELS` reads images"
     return FORMATS[TEXT]
