@@ -64,9 +64,9 @@ class DocumentKeys:
         path = store / KEYS_DIR / _INDEX
         if not path.exists():
             raise UserError(
-                f"{store}: it stores no keys of its documents, so their duplicates cannot be found; prepare it again "
-                f"with this version of lightscale, or prepare the new files separately and train on both stores "
-                f"(data.stores)"
+                f"{store}: it stores no keys of its documents (generated, or prepared with duplicates.keep_keys = "
+                "false or by an earlier version), so their duplicates cannot be found; prepare it again with keys, or "
+                "prepare the new files separately and train on both stores (data.stores)"
             )
         self._directory = store / KEYS_DIR
         try:
