@@ -7,7 +7,7 @@ from lightscale.config.arithmetic import near_divisor, near_multiple
 from lightscale.config.mixers import check_shape, mixer_entry, mixer_options_type
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import ParallelConfig, RunConfig
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 
 
 class LayoutError(UserError):
@@ -79,7 +79,7 @@ def _check_batch(config: RunConfig, data: int, key: str, batch: int) -> int:
     if batch % (micro * data):
         raise LayoutError(
             f"{key} = {batch} is not divisible by train.micro_batch_size = {micro} times "
-            f"the {data} data ranks (parallel.data)",
+            f"{counted(data, 'data rank')} (parallel.data)",
             f"use {near_multiple(batch, micro * data)} sequences",
         )
     num_microbatches = batch // (micro * data)

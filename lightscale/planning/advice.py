@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lightscale.config.layout import LayoutError
 from lightscale.config.schema import RunConfig
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.planning.hardware import H100, Hardware
 from lightscale.planning.prediction import Prediction
 from lightscale.planning.search import Fixed, best_layouts
@@ -101,5 +101,5 @@ def _advice(config: RunConfig, world_size: int) -> str | None:
         return None
     best = found[0]
     notes = [changed_batch(config, best), None if best.fits else "which is predicted not to fit in 80 GB GPUs"]
-    use = f"on {world_size} ranks use {' '.join(layout_overrides(config, best, hardware))}"
+    use = f"on {counted(world_size, 'rank')} use {' '.join(layout_overrides(config, best, hardware))}"
     return "; ".join([use, *(note for note in notes if note)])

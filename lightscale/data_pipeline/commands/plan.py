@@ -72,7 +72,7 @@ def _show_forecast(console: Console, planned: Forecast) -> None:
     table.add_row("one process", "", *[_time(planned.alone_seconds)] * 3)
     console.print(table)
     console.print(
-        f"{planned.hours:.3g} hours on {planned.hosts:,} × {planned.workers:,} workers of this speed, if together "
+        f"{_time(planned.hours * 3600)} on {planned.hosts:,} × {planned.workers:,} workers of this speed, if together "
         f"they can read and write {_size(planned.needed_bytes_s)} a second; {_count(planned.opens)} files opened"
     )
     console.print(

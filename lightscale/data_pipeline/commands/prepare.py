@@ -15,7 +15,7 @@ from lightscale.data_pipeline.executors.ray_cluster import RayCluster
 from lightscale.data_pipeline.preparation.corpus import DuplicatesConfig
 from lightscale.data_pipeline.preparation.prepare import PrepareOptions, prepare
 from lightscale.data_pipeline.store.format import VALIDATION_SUFFIX
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.output.progress import progress_bars
 
 _EXECUTORS = ("processes", "mpi", "ray")
@@ -111,9 +111,9 @@ def _added(report: dict[str, Any]) -> str:
     dropped = sum(one["documents"] for stage in stages for one in stage["deduplicate"]["dropped"].values())
     known = report["known"]
     return (
-        f"{old:,} old documents; {new:,} new of {read:,} read in {report['files']:,} files; duplicates: "
-        f"{known['documents']:,} of old documents, {dropped - known['documents']:,} of each other; "
-        f"{known['files']:,} old files skipped"
+        f"{counted(old, 'old document')}; {new:,} new of {read:,} read in {counted(report['files'], 'file')}; "
+        f"duplicates: {known['documents']:,} of old documents, {dropped - known['documents']:,} of each other; "
+        f"{counted(known['files'], 'old file')} skipped"
     )
 
 

@@ -62,7 +62,7 @@ from lightscale.data_pipeline.tokenizers import (
 )
 from lightscale.data_pipeline.tokenizers.symbols import byte_tokenizer
 from lightscale.data_pipeline.whole_files import whole_directory
-from lightscale.errors import UserError, shortened
+from lightscale.errors import UserError, counted, shortened
 
 # Part of what a work directory is compared by: raised when units, keys, shards or the files in it differ from before.
 PIPELINE_VERSION = 9
@@ -294,8 +294,9 @@ def _require_documents(context: Context) -> None:
         description = seen.description(context.corpus, context.plan)
         context.work.remove()
         if context.base is not None:
-            known = f"; {context.plan.num_known_files} files are in {context.base.path} already"
-            raise UserError(f"no new document remains: {description}{known}")
+            files = context.plan.num_known_files
+            known = f"{counted(files, 'file')} {'is' if files == 1 else 'are'} in {context.base.path} already"
+            raise UserError(f"no new document remains: {description}; {known}")
         raise UserError(f"no training document remains: {description}")
 
 

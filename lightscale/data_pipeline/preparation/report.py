@@ -18,6 +18,7 @@ from lightscale.data_pipeline.preparation.plan import PreparationPlan
 from lightscale.data_pipeline.preparation.readers.inputs import Problems
 from lightscale.data_pipeline.preparation.units import Context, UnitCounts
 from lightscale.data_pipeline.store.format import Split, TokenizerIdentity
+from lightscale.errors import counted
 
 
 def make_report(
@@ -94,7 +95,7 @@ class DropSummary:
         examples = [where for found in self._problems.examples.values() for where in found][:3]
         shares = {f"{corpus.validation_of(name):.0%}" for name in corpus.sources} - {"0%"}
         return (
-            ", ".join([f"{plan.num_files} files read", *(f"{count} × {reason}" for reason, count in counts)])
+            ", ".join([f"{counted(plan.num_files, 'file')} read", *(f"{count} × {reason}" for reason, count in counts)])
             + (f" ({'; '.join(examples)})" if examples else "")
             + (f"; {' and '.join(sorted(shares))} of the documents are held out" if shares else "")
         )

@@ -318,7 +318,7 @@ def test_mistakes(made: Path, tmp_path: Path, byte_tokenizer: TiktokenTokenizer)
     prepare(corpus(made, "more", duplicates={"keep_keys": False}), tmp_path / "lean", options())
     assert not (tmp_path / "lean/document_keys").exists()
     refused("lean: it stores no keys", corpus(made, "lines"), tmp_path / "lean")
-    refused("no new document remains: 0 files read.*; 1 files are in .*old already", corpus(made, "rest"))
+    refused("no new document remains: 0 files read.*; 1 file is in .*old already", corpus(made, "rest"))
     refused("near = False, but .*old was prepared with True and True", corpus(made, "more", duplicates={"near": False}))
     bytes_of = tmp_path / "tokenizer"
     bytes_of.mkdir()

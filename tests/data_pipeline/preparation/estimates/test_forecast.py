@@ -193,7 +193,7 @@ def test_the_command_says_it_for_people_and_programs(tmp_path: Path, capsys: pyt
     assert cli.main(["data", "plan", path, "--hosts", "16"]) == 0
     shown = capsys.readouterr().out
     assert "read, filter, tokenize" in shown
-    assert "hours on 16 × " in shown
+    assert " seconds on 16 × " in shown
     assert cli.main(["data", "plan", path, "--hosts", "0"]) == 78
     assert "--hosts 0: must be at least 1" in capsys.readouterr().err
     assert cli.main(["data", "plan", path, "--workers", "-1"]) == 78
