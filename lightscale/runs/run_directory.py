@@ -236,6 +236,7 @@ class RunDirectory:
                 f"{self.path} is not a run directory: it has files ({self._content()}) but no config.toml; use "
                 "another directory with --run"
             )
+        self._check_trained_here()
         stored = load(self.config)
         changes = difference(stored, config)
         refused = [
@@ -254,6 +255,16 @@ class RunDirectory:
             )
         self._check_steps(stored, config, {key for key, *_ in changes}, allow)
         return changes
+
+    def _check_trained_here(self) -> None:
+        """Refuse a run that was written whole, as by an import: training would begin without its weights."""
+        kept = self._newest("-weights")
+        if kept is None or self.events.exists() or self.metrics.exists() or self._newest() is not None:
+            return
+        raise UserError(
+            f"{self.path} was not trained here, and has only weights: training in it would not begin with them; start "
+            f'a new run with --run and train.init_from = "{self.path}@{kept}"'
+        )
 
     def _check_steps(self, stored: RunConfig, now: RunConfig, changed: Collection[str], allow: Collection[str]) -> None:
         """Refuse an end before the steps that are done, and another length that no key of the length says."""
@@ -335,8 +346,13 @@ class RunDirectory:
 
     def newest_checkpoint(self) -> int:
         """Step of the newest committed checkpoint, intact or not; 0: none."""
-        steps = (entry.name.removeprefix("step-") for entry in self.checkpoints.glob("step-*"))
-        return max((int(step) for step in steps if step.isdecimal()), default=0)
+        return self._newest() or 0
+
+    def _newest(self, suffix: str = "") -> int | None:
+        """The largest step among the names of committed checkpoints that end with `suffix`."""
+        names = (entry.name.removeprefix("step-") for entry in self.checkpoints.glob("step-*"))
+        steps = (name.removesuffix(suffix) for name in names if name.endswith(suffix))
+        return max((int(step) for step in steps if step.isdecimal()), default=None)
 
     def new_log_directory(self) -> Path:
         """Make a directory under logs/ for the output of the ranks of one launch."""

@@ -202,6 +202,19 @@ def test_a_directory_of_other_files_is_refused(run: RunDirectory, tiny_config: M
     assert [path.name for path in run.path.iterdir()] == ["thesis.txt"]
 
 
+def test_training_is_refused_where_weights_were_written_whole(run: RunDirectory, tiny_config: MakeConfig) -> None:
+    run.create(tiny_config())
+    weights = run.checkpoints / "step-00000012-weights"
+    weights.mkdir(parents=True)
+    run.write_status("finished", reason="mean of a@8 and a@12", step=12, tokens=6144)
+    for config in (tiny_config(), tiny_config("train.steps=20")):
+        with pytest.raises(UserError, match=rf'has only weights: .* train.init_from = "{run.path}@12"'):
+            run.create_or_open(config)
+    # Weights that the run saved itself, before its first full checkpoint, stop nothing.
+    run.begin_attempt()
+    assert not run.create_or_open(tiny_config())
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, tiny_config: MakeConfig) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run directory .*file/run: .*file: File exists"):

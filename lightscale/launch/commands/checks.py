@@ -46,7 +46,9 @@ _DOCUMENTS_AT_ONCE = 2**20
 def default_directory(config: Path) -> Path:
     """Default run directory: runs/NAME for NAME.toml; for a run's own config.toml, that run."""
     # Otherwise a command line that names a run's own file would start another run, runs/config.
-    if config.name == "config.toml" and (config.parent / "events.jsonl").exists():
+    run = RunDirectory(config.parent)
+    # Those of averages and imports have a status alone.
+    if config.name == run.config.name and (run.events.exists() or run.status.exists()):
         return config.parent
     return Path("runs") / config.stem
 

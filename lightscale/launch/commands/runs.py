@@ -244,9 +244,10 @@ class RunReader:
             parent=config.train.branch_from,
             note=status.reason if status is not None and state in ("resumable", "stopped") else "",
             damage=(*_damage(records), *self._metrics_damage, *filter(None, [directory.status_fault()])),
-            step=newest.get("step", 0),
+            # Averages and imports have no metrics.
+            step=newest.get("step", 0 if status is None else status.step),
             total_steps=config.total_steps,
-            tokens=newest.get("tokens", 0),
+            tokens=newest.get("tokens", 0 if status is None else status.tokens),
             loss=newest.get("loss"),
             smoothed_loss=tail.smoothed_loss(),
             validation={name: one["loss"] for name, one in validation["validation"].items()},

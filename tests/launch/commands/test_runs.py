@@ -120,6 +120,16 @@ def test_a_run_that_never_started_is_new(make_run: MakeRun, tiny_config: Callabl
     assert (found.state, found.step, found.goodput, found.last_event) == ("new", 0, None, None)
 
 
+def test_a_run_that_was_written_whole_has_the_step_of_its_weights(
+    make_run: MakeRun, tiny_config: Callable[..., RunConfig]
+) -> None:
+    run = RunDirectory(make_run("first").path.parent / "mean")
+    run.create(tiny_config())
+    run.write_status("finished", reason="mean of first@2 and first@3", step=3, tokens=768)
+    found = summary(run)
+    assert (found.state, found.step, found.tokens) == ("finished", 3, 768)
+
+
 def test_a_process_that_holds_the_lock_runs_it(make_run: MakeRun) -> None:
     run = make_run("first")
     path = lock(run, host=socket.gethostname())

@@ -207,6 +207,11 @@ def test_a_runs_own_configuration_stands_for_the_run(folder: Path, launched: lis
     RunDirectory("elsewhere/mine").begin_attempt()
     train("elsewhere/mine/config.toml")
     assert [call["run"] for call in launched] == [Path("elsewhere/mine")] * 2
+    # An average or an import has no events.
+    written = RunDirectory("elsewhere/mean")
+    written.create(load(Path("elsewhere/mine/config.toml")))
+    written.write_status("finished", reason="mean of mine@1 and mine@2", step=2, tokens=512)
+    assert checks.default_directory(written.config) == written.path
 
 
 @pytest.mark.parametrize(
