@@ -149,12 +149,14 @@ def _steps(events: Sequence[_Record], lines: Iterable[_Record], step_tokens: Ste
     # The tokens of a branch are those of its model, its seconds are its own.
     begun = next((event["step"] for event in events if event["event"] == "branch"), 0)
     step, tokens, seconds, loss = [], [], [], []
-    last, trained, passed_s = 0, 0, 0.0
+    last, trained, consumed, passed_s = 0, 0, 0, 0.0
     for line in kept_lines(events, lines):
         covered = range(last + 1, line["step"] + 1)
         left_out = [one for one in covered if (line["attempt"], one) in skipped] if skipped else []
         passed_s += (line["step"] - max(last, begun)) * (line.get("step_s") or 0.0)
-        trained += step_tokens.after(line["step"]) - step_tokens.after(last)
+        # As recorded: the batch may have been changed on the way.
+        reached = line.get("tokens", step_tokens.after(line["step"] - last, consumed))
+        trained, consumed = trained + reached - consumed, reached
         trained -= sum(step_tokens.after(one) - step_tokens.after(one - 1) for one in left_out)
         last = line["step"]
         value = line.get("loss")

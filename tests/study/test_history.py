@@ -76,6 +76,19 @@ def test_a_branch_has_the_tokens_of_its_model_and_seconds_of_its_own(tmp_path: P
     assert curve.tokens.tolist() == [9 * 128, 10 * 128]
 
 
+def test_tokens_are_the_recorded_ones_where_the_batch_was_changed_on_the_way(tmp_path: Path) -> None:
+    config = Study(write_study(tmp_path), tmp_path / "study").cells()[0].config
+    run = RunDirectory(tmp_path / "changed")
+    run.create(config)
+    run.event("start", attempt=1)
+    with LineWriter(run.metrics) as writer:
+        for step, tokens in ((1, 512), (2, 1024), (3, 1152), (4, 1280)):
+            writer.write({**line(1, step, 3.0), "tokens": tokens})
+    curve = run_curve(run, count(config), config.step_tokens, smoothing=1.1)
+    assert curve is not None
+    assert curve.tokens.tolist() == [512, 1024, 1152, 1280], "steps of 128 tokens since the third"
+
+
 def test_smoothing_keeps_a_power_law_and_lowers_noise() -> None:
     tokens = np.arange(1.0, 2001.0)
     law = 7 * tokens**-0.3

@@ -7,7 +7,13 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from lightscale.data_pipeline.loading.samples import SampleContent, StepContent, run_loader, step_content
+from lightscale.data_pipeline.loading.samples import (
+    SampleContent,
+    StepContent,
+    recorded_tokens,
+    run_loader,
+    step_content,
+)
 from lightscale.data_pipeline.store.origins import Origin
 from lightscale.errors import UserError
 from lightscale.output.terminal import plain_console
@@ -20,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     config, loader = run_loader(args.run)
     if not 1 <= args.step <= config.total_steps:
         raise UserError(f"--step {args.step}: {args.run} has steps 1 to {config.total_steps}")
-    content = step_content(loader, args.step)
+    content = step_content(loader, args.step, recorded_tokens(args.run))
     if args.json:
         print(json.dumps(asdict(content)))
         return 0

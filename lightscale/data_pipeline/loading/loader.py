@@ -198,13 +198,15 @@ class TokenLoader:
         self.tokens = self.step_tokens.after(1, self.tokens)
         return batches
 
-    def batches_after(self, tokens: int) -> list[Batch]:
+    def batches_after(self, tokens: int, step_tokens: int | None = None) -> list[Batch]:
         """This rank's micro-batches of the step that follows ``tokens`` consumed ones; changes nothing.
+
+        ``step_tokens``: those of the step; None: as configured.
 
         The data ranks take the step's samples in turn, b = ``micro_batch_size`` of the curriculum stage at a time:
         micro-batch m of data rank r of R holds the samples (m R + r) b … (m R + r + 1) b - 1 of the step.
         """
-        here, samples = self._samples_after(tokens)
+        here, samples = self._samples_after(tokens, step_tokens)
         b = here.stage.micro_batch_size
         first, last = _sequence_slice(here.stage.sequence_length, self.layout)
         padding_id = self.store.tokenizer.eot_id
@@ -231,9 +233,12 @@ class TokenLoader:
                 batches[-1] = replace(batches[-1], places=torch.tensor(places))
         return batches
 
-    def step_after(self, tokens: int) -> StepSamples:
-        """The samples of the step that follows ``tokens`` consumed ones, whatever the layout; reads no tokens."""
-        here, samples = self._samples_after(tokens)
+    def step_after(self, tokens: int, step_tokens: int | None = None) -> StepSamples:
+        """The samples of the step that follows ``tokens`` consumed ones, whatever the layout; reads no tokens.
+
+        ``step_tokens``: those of the step; None: as configured.
+        """
+        here, samples = self._samples_after(tokens, step_tokens)
         locations = here.order(np.array(samples)).each(self.mixture.names)
         length = here.stage.sequence_length
         ranges = [here.windows[found.source].document_ranges(found.window, 0, length) for found in locations]
@@ -343,12 +348,13 @@ class TokenLoader:
                 "(train.init_from)"
             )
 
-    def _samples_after(self, tokens: int) -> tuple[_StageOrder, range]:
+    def _samples_after(self, tokens: int, step_tokens: int | None = None) -> tuple[_StageOrder, range]:
         position = self.skips.position(tokens)
         here = self._stages[self.curriculum.number_at(position)]
         # Whole sequences are consumed and skipped, so the position begins one, and its index is a division.
         first = here.first_sample + (position - here.stage.start) // here.stage.sequence_length
-        return here, range(first, first + self.step_tokens.of_next(tokens) // here.stage.sequence_length)
+        size = self.step_tokens.of_next(tokens) if step_tokens is None else step_tokens
+        return here, range(first, first + size // here.stage.sequence_length)
 
     def _rows(self, here: _StageOrder, start: int) -> _MicroBatch:
         """This rank's micro-batch from sample ``start`` on.

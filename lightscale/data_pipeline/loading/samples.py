@@ -4,12 +4,13 @@ Nothing is logged while training: the order of the samples is a pure function of
 and the data that recoveries skipped (the events ``data_skipped`` of its events.jsonl).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightscale.config.arguments import require_run
 from lightscale.config.files import load
+from lightscale.config.schedules.step_tokens import StepTokens
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.images import Images
 from lightscale.data_pipeline.loading.loader import StepSamples, TokenLoader
@@ -98,18 +99,52 @@ def run_loader(run: Path, *, targets: MakeTargets | None = None) -> tuple[RunCon
     return config, loader
 
 
-def step_content(loader: TokenLoader, step: int) -> StepContent:
-    """The data that step number ``step``, from 1, of a run consumes."""
+def step_content(loader: TokenLoader, step: int, recorded: Mapping[int, int] | None = None) -> StepContent:
+    """The data that step number ``step``, from 1, of a run consumes.
+
+    ``recorded``: of ``recorded_tokens``, for a run whose batch may have changed on the way. ``UserError`` where it does
+    not tell what the step consumed.
+    """
     if step < 1:
         raise UserError(f"step {step}: steps are counted from 1")
-    first_token = loader.step_tokens.after(step - 1)
+    first_token, num_tokens = _tokens_of(step, loader.step_tokens, {0: 0, **(recorded or {})})
     return StepContent(
         step=step,
         first_token=first_token,
-        num_tokens=loader.step_tokens.of_next(first_token),
+        num_tokens=num_tokens,
         sequence_length=loader.stage_after(first_token).sequence_length,
-        samples=tuple(_contents(loader, loader.step_after(first_token))),
+        samples=tuple(_contents(loader, loader.step_after(first_token, num_tokens))),
     )
+
+
+def recorded_tokens(run: Path) -> dict[int, int]:
+    """Tokens consumed after each step that metrics.jsonl has, of a branch also in its parent."""
+    found: dict[int, int] = {}
+    parent, _, begun = (load(run / "config.toml").train.branch_from or "").rpartition("@")
+    if parent and (Path(parent) / "config.toml").exists():
+        found = {step: tokens for step, tokens in recorded_tokens(Path(parent)).items() if step <= int(begun)}
+    for line in read_records(run / "metrics.jsonl").lines:
+        # The run has gone back: later steps are done again, perhaps with another batch.
+        while found and next(reversed(found)) >= line["step"]:
+            found.popitem()
+        if "tokens" in line:
+            found[line["step"]] = line["tokens"]
+    return found
+
+
+def _tokens_of(step: int, step_tokens: StepTokens, recorded: Mapping[int, int]) -> tuple[int, int]:
+    """Tokens consumed before the step, and by it: ``step_tokens``, unless what is ``recorded`` contradicts it."""
+    before = max(one for one in recorded if one < step)
+    behind = min((one for one in recorded if one >= step), default=None)
+    first = step_tokens.after(step - 1 - before, recorded[before])
+    if behind is None or step_tokens.after(behind - before, recorded[before]) == recorded[behind]:
+        return first, step_tokens.of_next(first)
+    if behind - before > 1:
+        raise UserError(
+            f"step {step}: the batch of the run was another one then, and metrics.jsonl tells no step between {before} "
+            f"and {behind} (metrics.log_every); use step {behind + 1} or a later one"
+        )
+    return recorded[before], recorded[behind] - recorded[before]
 
 
 def recorded_skips(run: Path) -> list[tuple[int, int]]:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from lightscale.data_pipeline.loading.loader import TokenLoader
-from lightscale.data_pipeline.loading.samples import DocumentRange, StepContent, run_loader, step_content
+from lightscale.data_pipeline.loading.samples import (
+    DocumentRange,
+    StepContent,
+    recorded_tokens,
+    run_loader,
+    step_content,
+)
 from lightscale.data_pipeline.loading.windows import Batch
 from lightscale.evaluation.chosen_run import ChosenRun
 from lightscale.evaluation.model import restore
@@ -46,7 +52,7 @@ def step_losses(chosen: ChosenRun, step: int) -> StepLosses:
     config, loader = run_loader(
         chosen.directory.path, targets=lambda config, store: task_of(config).targets(store, validation=False)
     )
-    content = step_content(loader, step)
+    content = step_content(loader, step, recorded_tokens(chosen.directory.path))
     with start_mesh(device=config.train.device) as mesh:
         model = restore(chosen, mesh).model
         documents, total, count = _documents(model, loader, content, mesh.device)
@@ -61,7 +67,7 @@ def _documents(
     samples = iter(content.samples)
     total, count = 0.0, 0
     # Without other data ranks the micro-batches hold the samples of the step in their order.
-    for batch in loader.batches_after(content.first_token):
+    for batch in loader.batches_after(content.first_token, content.num_tokens):
         losses = _token_losses(model, batch.to(device))
         for row, counted, sample in zip(losses, batch.loss_mask, samples, strict=False):
             slot = 0

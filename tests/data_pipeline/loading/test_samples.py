@@ -15,7 +15,13 @@ from lightscale.config.files import to_toml
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.commands import data
 from lightscale.data_pipeline.loading.loader import LoaderLayout, TokenLoader
-from lightscale.data_pipeline.loading.samples import SampleContent, run_loader, step_content
+from lightscale.data_pipeline.loading.samples import (
+    SampleContent,
+    StepContent,
+    recorded_tokens,
+    run_loader,
+    step_content,
+)
 from lightscale.data_pipeline.store.token_store import TokenStore
 from lightscale.errors import UserError
 
@@ -161,6 +167,29 @@ def test_data_that_a_recovery_left_out_is_not_named(make_run: MakeRun) -> None:
     _, loader = run_loader(run)
     jumping = [step_content(loader, step).samples for step in range(1, 8)]
     assert jumping == [plain[step] for step in (0, 1, 2, 7, 8, 10, 11)]
+
+
+def test_steps_before_a_change_of_the_batch_are_named_as_they_were(make_run: MakeRun) -> None:
+    """Four steps of twice the batch, then the configured ones; the run has returned from step 6 to 4 once."""
+    run, _ = make_run()
+    plain = [step_content(run_loader(run)[1], step).samples for step in range(1, 13)]
+    ends = [2 * STEP_TOKENS * step for step in range(1, 7)]
+    lines = [{"step": step, "attempt": 1, "tokens": tokens} for step, tokens in enumerate(ends, 1)]
+    lines += [{"step": step, "attempt": 2, "tokens": (4 + step) * STEP_TOKENS} for step in range(5, 8)]
+
+    def found(step: int, kept: Callable[[int], bool] = lambda step: True) -> StepContent:
+        text = "".join(json.dumps(one) + "\n" for one in lines if kept(one["step"]))
+        (run / "metrics.jsonl").write_text(text)
+        return step_content(run_loader(run)[1], step, recorded_tokens(run))
+
+    for step in range(1, 5):
+        assert found(step).samples == plain[2 * step - 2] + plain[2 * step - 1]
+        assert (found(step).first_token, found(step).num_tokens) == ((2 * step - 2) * STEP_TOKENS, 2 * STEP_TOKENS)
+    for step in range(5, 9):
+        assert found(step).samples == plain[step + 3]
+        assert found(step, lambda one: one >= 4).samples == plain[step + 3], "records of every step need not be there"
+    with pytest.raises(UserError, match=r"step 2: .* no step between 0 and 4 .*; use step 5 or a later one"):
+        found(2, lambda one: one >= 4)
 
 
 def arguments(*words: str) -> argparse.Namespace:
