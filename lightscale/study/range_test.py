@@ -68,7 +68,12 @@ class RangeCurve:
 
 def read_range_test(run: RunDirectory) -> RangeCurve:
     """The steps of a run with ``optimizer.schedule = "range_test"``. UserError where fewer than 3 have a loss."""
-    lines = [line for line in kept_lines(read_lines(run.events), read_lines(run.metrics)) if "lr" in line]
+    lines = [
+        line
+        for line in kept_lines(read_lines(run.events), read_lines(run.metrics))
+        # A step without a label has no loss.
+        if "lr" in line and "skipped" not in line
+    ]
     # A loss that is not finite has no number in the record.
     losses = np.array([np.nan if line.get("loss") is None else line["loss"] for line in lines], dtype=np.float64)
     finite = np.isfinite(losses)

@@ -19,14 +19,15 @@ warm_commands = SimpleNamespace(**runpy.run_path(str(HELPERS / "warm_commands.py
 RATES = np.geomspace(1e-5, 1.0, 101)
 
 
-def recorded(folder: Path, losses: NDArray[np.float64]) -> RunDirectory:
-    """A run whose steps had ``losses`` at ``RATES``."""
+def recorded(folder: Path, losses: NDArray[np.float64], *, unlabelled: int | None = None) -> RunDirectory:
+    """A run whose steps had ``losses`` at ``RATES``; one, ``unlabelled``, may have had no label to predict."""
     run = RunDirectory(folder)
     folder.mkdir()
     lines = LineWriter(run.metrics)
     for step, (rate, loss) in enumerate(zip(RATES, losses, strict=True), start=1):
         number = float(loss) if np.isfinite(loss) else None
-        lines.write({"step": step, "attempt": 1, "loss": number, "lr": float(rate), "step_s": 0.1})
+        skipped = {"loss": 0.0, "skipped": "its data has no label to predict"} if step == unlabelled else {}
+        lines.write({"step": step, "attempt": 1, "loss": number, "lr": float(rate), "step_s": 0.1, **skipped})
     lines.close()
     return run
 
@@ -52,6 +53,12 @@ def test_rates_of_a_known_curve(tmp_path: Path, ends: str) -> None:
     assert np.log10(found.steepest) == pytest.approx(-2.5, abs=0.26)
     assert found.suggested == found.lowest / 10
     assert found.fault is None
+
+
+def test_a_step_without_labels_has_no_loss(tmp_path: Path) -> None:
+    # At the end a median is of few steps.
+    found = read_range_test(recorded(tmp_path / "run", curve(RATES), unlabelled=101))
+    assert (len(found.rates), found.losses.min() > 4.9, found.has_diverged) == (100, True, False)
 
 
 @pytest.mark.parametrize(
