@@ -173,6 +173,9 @@ class Recovery:
             self._engine.take_weights()
             self._journal.event("init_from", **beside)
             self._journal.say(f"training adapters beside the frozen weights of {beside['checkpoint']}")
+            _, notes = self._ranks.on_first(lambda: kept_weights(self._config))
+            for line in notes:
+                self._journal.say(line)
         check_copies(self._engine)
         # A rollback records its skip after the checkpoint it returns to was written, so that this checkpoint does not
         # have it. Records are compared as multisets: data can be skipped twice at one position, by two rollbacks.

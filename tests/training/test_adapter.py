@@ -80,6 +80,7 @@ def on_one_process(rank: int, world_size: int, init_method: str, folder: str) ->
         ["export", "runs/base", "--to", "base", "--dtype", "fp32"],
         ["export", "runs/lora", "--to", "merged", "--dtype", "fp32", "--merge"],
         ["export", "runs/lora", "--to", "peft", "--dtype", "fp32", "--adapter", "--base", "base"],
+        [*LORA, "model.norm_eps=1e-2", "train.steps=1", "--run", "runs/other-norm"],
     ]
     return [*found, *commands(rank, world_size, f"{init_method}-again", folder, again)]
 
@@ -122,7 +123,9 @@ def test_adapters_alone_are_trained_stored_and_resumed(
     assert "[adapter] trains matrices beside frozen weights" in outputs[10]
     assert "its model differs from [model] of this run" in outputs[11]
     assert "use --adapter for PEFT's files, or --merge" in outputs[13]
-    assert all(codes[6:12]) and codes[12] == 0 and codes[13] and codes[14:] == (0,) * 3, results
+    assert all(codes[6:12]) and codes[12] == 0 and codes[13] and codes[14:] == (0,) * 4, results
+    assert "model.norm_eps = 0.01 here and 1e-06 there: kept weights compute something else" in outputs[17]
+    assert "compute something else" not in outputs[3]
     check_exported(folder)
     lines = [[*LORA, "parallel.tensor=2", "--run", "runs/elsewhere"]]
     for ((code, stderr),) in run_ranks(commands, 2, str(folder), lines, timeout_s=300):
