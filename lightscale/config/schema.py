@@ -698,7 +698,7 @@ class RunConfig(Section):
         if self.train.profile_steps and self.train.profile_steps[1] > steps:
             raise ValueError(
                 f"train.profile_steps = {list(self.train.profile_steps)} ends after the run's {steps} steps "
-                "(train.steps or train.tokens)"
+                f'(train.steps or train.tokens); use steps up to {steps}, or "none"'
             )
         if self.train.validate_every and not self.data.validation:
             raise ValueError(

@@ -268,12 +268,13 @@ def test_constants_of_the_parents_length_stay(workplace: Path, monkeypatch: pyte
     monkeypatch.chdir(workplace)
     words = [*WSD, "optimizer.decay_steps=2", "optimizer.name=ademamix"]
     mixed = RunDirectory("runs/mixed-means")
-    mixed.create(load("run.toml", [*words, "train.steps=12"]))
+    mixed.create(load("run.toml", [*words, "train.steps=12", "train.profile_steps=[11,12]"]))
     (mixed.checkpoints / directory_name(8)).mkdir(parents=True)
     for steps in ("2", "12"):
         args = argparse.Namespace(config=mixed.path, anneal=steps, step=8, overrides=[], run=None)
         resolve_anneal(args)
         branch = load(args.config, args.overrides)
+        assert branch.train.profile_steps is None, "those of the parent may be behind the branch's end"
         check_branch(branch, RunDirectory("runs/never"))
         assert optimizer_spec(branch) == optimizer_spec(load(mixed.config))
     longer = load("run.toml", [*words, "train.steps=10", "train.branch_from=runs/mixed-means@8"])

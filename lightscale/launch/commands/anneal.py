@@ -72,6 +72,8 @@ def resolve_anneal(args: argparse.Namespace) -> None:
     constants = length_defaults(config.optimizer, config.total_steps)
     args.overrides = [
         *(f"optimizer.{key}={toml_value(value)}" for key, value in constants.items()),
+        # Steps of the parent, perhaps behind the branch's last one.
+        "train.profile_steps=none",
         *args.overrides,
         f"train.branch_from={toml_value(f'{path}@{step}')}",
         "train.init_from=none",
