@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Mixer, widths, rates and steps."""
     add = parser.add_argument
     add("--mixer", default="tnl", help="default tnl")
-    add("--widths", type=positive, nargs="+", default=[32, 64, 128], help="the first one is µP's base")
-    add("--rates", type=float, nargs="+", default=[2.0**power for power in range(-10, -2)], help="learning rates")
-    add("--steps", type=positive, default=150, help="default 150")
+    add("--widths", type=positive, nargs="+", default=[64, 128, 256], help="the first one is µP's base")
+    add("--rates", type=float, nargs="+", default=[2.0**power for power in range(-8, -2)], help="learning rates")
+    add("--steps", type=positive, default=200, help="default 200")
 
 
 def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
