@@ -132,8 +132,13 @@ def progress_bars(*, counts: str = "bytes", is_kept: bool = True) -> Iterator[Ca
 
     def show(step: str, done: int, total: int) -> None:
         if step not in tasks:
+            # Not before: stopped without a bar, it prints an empty line above the error.
+            bars.start()
             tasks[step] = bars.add_task(step, total=total)
         bars.update(tasks[step], completed=done)
 
-    with bars:
+    try:
         yield show
+    finally:
+        if tasks:
+            bars.stop()

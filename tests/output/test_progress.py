@@ -69,3 +69,9 @@ def test_bars_that_are_not_kept_are_for_terminals_alone(options: str, shown: boo
     assert ended.stdout == ""
     assert ("reading" in ended.stderr) is shown
     assert ("4/4 bytes" in ended.stderr) is (options == "")
+
+
+def test_without_a_step_nothing_is_printed() -> None:
+    program = "from lightscale.output.progress import progress_bars\nwith progress_bars():\n    pass\n"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
