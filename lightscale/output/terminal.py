@@ -21,6 +21,10 @@ class PlainConsole(Console):
             is_text = self.is_terminal and segment.control is None
             yield Segment(printable(segment.text), segment.style) if is_text else segment
 
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that rich handles now, as `print` does: rich alone exits with code 1."""
+        raise  # noqa: PLE0704
+
 
 def plain_console(*, least_width: int | None = None, soft_wrap: bool = False) -> Console:
     """Standard output without markup; `least_width`: also in a narrower terminal; `soft_wrap`: lines are not broken."""
