@@ -12,6 +12,8 @@ from lightscale.config.files import load
 from lightscale.models.accounting import parameter_terms
 from lightscale.output.terminal import plain_console, plain_table
 
+_MOST_COLUMNS = 1000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightscale configs``."""
@@ -31,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
             json.dumps({"folder": str(shipped.FOLDER), "configs": runs, "extends": parts, "studies": studies}, indent=2)
         )
         return 0
-    # Without line breaks, so that names can be copied and lines be searched.
-    console = plain_console(least_width=100, soft_wrap=True)
+    # As wide as the content and without line breaks, so that names can be copied and lines be searched.
+    console = plain_console(least_width=_MOST_COLUMNS, soft_wrap=True)
     console.print(_table(runs))
     console.print("for `extends` in a file, in addition to the above:")
     for folder, names in shipped.part_names().items():

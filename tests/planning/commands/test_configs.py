@@ -50,6 +50,7 @@ def test_people_see_names_sizes_and_parts(capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.split()}
     assert lines["tnl-7b"] == ["tnl", "6,920,310,784", "300,000,215,040", "8,192"]
+    assert lines["lra-path-x"][-1] == "16,400" and "…" not in shown
     assert set(run_names()) <= set(lines)
     assert lines["arch:"] == part_names()["arch"]
     assert f"studies, for `lightscale study`: {' '.join(STUDIES)}" in shown
