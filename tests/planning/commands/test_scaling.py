@@ -157,7 +157,7 @@ def override(run: RunConfig, overrides: list[str]) -> RunConfig:
 @pytest.mark.parametrize(
     ("name", "overrides", "ranks", "fault"),
     [
-        ("tnl-7b", [], 64, "train.global_batch_size = 480 is not divisible by train.micro_batch_size = 1 times the 64"),
+        ("tnl-7b", [], 64, "train.global_batch_size = 480 is not divisible by train.micro_batch_size = 1 times 64"),
         ("tnl-7b", ["parallel.tensor=3"], 24, "model.num_heads = 32 is not divisible by parallel.tensor = 3"),
         ("lightnet-7b", ["parallel.data=64"], 1024, "1024 processes are not the product of"),
         ("llama-1b", ["parallel.sequence=5"], 10, "data.sequence_length = 8192 is not divisible"),
@@ -170,7 +170,7 @@ def test_what_does_not_divide_names_the_layout_that_does(
     path = CONFIGS / f"{name}.toml"
     assert cli.main(["plan", str(path), *overrides, "--processes", str(ranks)]) == UserError.EXIT_CODE
     (message,) = capsys.readouterr().err.splitlines()
-    said, _, advice = message.partition(f"; on {ranks} ranks use ")
+    said, _, advice = message.partition(f"; on {ranks:,} ranks use ")
     assert fault in said
     advised = advice.split()
     # The recipe stays, and what `plan --nodes` finds best is what is advised.
