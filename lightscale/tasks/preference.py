@@ -77,7 +77,7 @@ class Preference(TrainingTask):
     def check_store(self, model: ModelConfig, store: TokenStore, sources: Collection[str]) -> None:
         """Every source holds pairs of answers."""
         for source in map(store.source, sources):
-            if not source.holds_pairs:
+            if not source.has_preferences:
                 raise UserError(
                     f'task.name = "preference": source {source.name} of {store.title} holds no pairs of answers; '
                     'prepare it with format = "preference" in the corpus file'

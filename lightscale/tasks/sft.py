@@ -38,7 +38,7 @@ class SFT(TrainingTask):
         """Every source has a loss mask, with a token that counts."""
         for source in map(store.source, sources):
             where = f'task.name = "sft": source {source.name} of {store.title}'
-            if source.holds_pairs:
+            if source.has_preferences:
                 raise UserError(f'{where} holds pairs of answers, half of them rejected; use task.name = "preference"')
             if not source.has_loss_mask:
                 raise UserError(

@@ -57,7 +57,7 @@ def write_reference(config: RunConfig, out: Path, mesh: Mesh, *, advance: Callab
     values = {
         name: token_log_probabilities(engine, source, config, padding_id=store.tokenizer.eot_id, advance=advance)
         for name, source in store.sources.items()
-        if source.holds_pairs
+        if source.has_preferences
     }
     about = {**base.fact(), "layout": reference_layout(config), "device": mesh.device.type}
     ranks.on_first(lambda: write_with_reference(store, out, values, about))

@@ -157,7 +157,7 @@ def test_preferences_are_learned_and_resumed(
             "compares the model with the one that it begins from; set train.init_from",
             'holds pairs of answers, half of them rejected; use task.name = "preference"',
             "a pair of answers has",
-            "sums-validation: a pair of answers has 20 tokens, more than data.sequence_length = 16; use 20 or more",
+            "sums-validation: a pair of answers has 20 tokens, and a sequence 16; use longer sequences",
             'train.branch_from = "runs/base@2": the run that it branches off has no frozen model',
             'gamma = 0.2 has no effect in loss = "dpo"; remove it',
             "source sums of store has no log-probabilities of a reference; write a store that has them",

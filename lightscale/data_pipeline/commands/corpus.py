@@ -22,7 +22,8 @@ _CORPUS_SUFFIX = ".toml"
 DEFAULT_VALIDATION = 0.02
 """Share of the documents that is held out."""
 # With a corpus file these are keys of the file.
-_PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", "text_field", "label_field", "language")
+_SOURCE_OPTIONS = ("text_field", "text_pair_field", "max_tokens", "label_field", "language")
+_PATH_OPTIONS = ("name", "tokenizer", "vocab_size", "validation", "suffixes", *_SOURCE_OPTIONS)
 
 
 def add_corpus(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +50,10 @@ def add_corpus(parser: argparse.ArgumentParser) -> None:
     suffixes = f"suffixes of the files to read in directories (default: {','.join(DEFAULT_SUFFIXES)})"
     add("--suffixes", help=suffixes)
     add("--text-field", help="field of the text in jsonl and parquet files (default: text)")
+    second = "field of a second text: documents are pairs, with one class for both"
+    add("--text-pair-field", help=f"{second} (default: single texts)")
+    cut = "with --text-pair-field: length at which each text is cut, in tokens (default: whole texts)"
+    add("--max-tokens", type=int, metavar="N", help=cut)
     label = "field of the documents' classes in jsonl and parquet files; folder: of text files that of their folder"
     add("--label-field", help=f"{label} (default: no classes)")
     add("--language", help="filter documents by the rules of this language (default: keep all)")
@@ -98,7 +103,7 @@ def _corpus_of_paths(args: argparse.Namespace) -> Corpus:
     source: dict[str, Any] = {"paths": paths}
     if args.suffixes is not None:
         source["suffixes"] = [suffix.strip() for suffix in args.suffixes.split(",") if suffix.strip()]
-    for key in ("text_field", "label_field", "language"):
+    for key in _SOURCE_OPTIONS:
         if (value := getattr(args, key)) is not None:
             source[key] = value
     tokenizer = args.tokenizer or TRAINED_TOKENIZER

@@ -19,7 +19,7 @@ _OF_PIXELS = ("resize", "convert_modes", "image_field", "pixels")
 _OF_IMAGES = (*_OF_PIXELS, "validation_images", "latents_dtype")
 # Of texts alone, with the values that leave them out.
 _OF_TEXTS = (
-    *("corpus", "tokenizer", "vocab_size", "suffixes", "text_field", "language"),
+    *("corpus", "tokenizer", "vocab_size", "suffixes", "text_field", "text_pair_field", "max_tokens", "language"),
     *("executor", "restart", "keep_removed"),
 )
 

@@ -10,7 +10,7 @@ states like a separate document. Documents and rests are combined so that little
   with the least room that still holds it, or a new one. Shorter pieces fill the remaining room in the order of the
   text. That takes time per window, not per document, and wastes less than n / 16 tokens per window.
 
-- **Pairs.** The two documents of a preference (``TokenSource.holds_pairs``) are packed as one, and never cut.
+- **Pairs.** Two documents that belong together (``TokenSource.holds_pairs``) are packed as one, and never cut.
 
 **Index.** For every region it holds the number of windows in the regions before. Bisection finds the region of window
 w. The loader then reads the region's document ends (a range of ``doc_ends``) and packs the region again; it caches the
@@ -208,12 +208,8 @@ class WholeWindows:
     def _make_index(self, num_regions: int) -> NDArray[np.int64]:
         counts = np.zeros(num_regions + 1, dtype=np.int64)
         for region, lengths in self._regions():
-            if self._together > 1 and lengths.max() > self.sequence_length:
-                raise UserError(
-                    f"source {self.source.name}: a pair of answers has {lengths.max():,} tokens, and a sequence "
-                    f"{self.sequence_length:,}; use longer sequences (data.sequence_length, data.curriculum), or "
-                    "prepare the source with a smaller chat.max_tokens"
-                )
+            if self._together > 1 and (fault := self.source.pair_fault(int(lengths.max()), self.sequence_length)):
+                raise UserError(f"source {self.source.name}: {fault}")
             counts[region + 1] = pack_region(lengths, self.sequence_length).num_windows
         return np.cumsum(counts)
 

@@ -130,6 +130,8 @@ class OutputSource:
     """Documents of each class that has some, by name; none: they have none."""
     chat: dict[str, Any] | None = None
     """Of conversations: all that decided their texts and loss masks."""
+    pairs: bool = False
+    """Whether two texts at a time belong together."""
     before: BaseCounts = NOTHING
     """Its content in the store that is added to: counted in ``counts`` and ``classes``, in no list of units."""
 
@@ -199,6 +201,7 @@ def output_sources(context: Context) -> list[OutputSource]:
             name=full_name,
             split=split,
             chat=_chat(context, name, full_name),
+            pairs=_has_pairs(context, name, full_name),
             before=base.counts(full_name) if base else NOTHING,
             units=units,
             unit_documents=[count["documents"] for count in counts],
@@ -217,6 +220,13 @@ def _chat(context: Context, name: str, full_name: str) -> dict[str, Any] | None:
     if name in context.chats:
         return context.chats[name].description()
     return None if context.base is None else context.base.chat(full_name)
+
+
+def _has_pairs(context: Context, name: str, full_name: str) -> bool:
+    """Whether source ``name`` of the corpus, or ``full_name`` of the store, holds pairs of texts."""
+    if name in context.corpus.sources:
+        return context.corpus.sources[name].has_text_pairs
+    return context.base is not None and context.base.store.source(full_name).has_text_pairs
 
 
 def _splits(context: Context) -> list[tuple[str, Split]]:
@@ -474,5 +484,5 @@ def write_source(context: Context, source: OutputSource) -> NDArray[np.int64]:
             if array == "tokens" and record.with_suffix(".npy").exists():
                 counts += np.load(record.with_suffix(".npy"))
         write_array_metadata(directory, array, layout, length)
-    write_source_attributes(directory, source.split, source.counts, hashes, chat=source.chat)
+    write_source_attributes(directory, source.split, source.counts, hashes, chat=source.chat, pairs=source.pairs)
     return counts

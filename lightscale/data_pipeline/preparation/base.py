@@ -113,6 +113,12 @@ class BaseStore:
             if group and (source.label_field is not None) != (DOCUMENTS_PREFIX + LABEL in group.arrays):
                 has = "has no labels" if source.label_field is not None else "has labels"
                 raise UserError(f"sources.{name}.label_field: the source {name + suffix} in {self.path} {has}")
+            if group and source.has_text_pairs != self.store.source(name + suffix).has_text_pairs:
+                holds = "single texts" if source.has_text_pairs else "pairs of texts"
+                raise UserError(
+                    f"sources.{name}.text_pair_field: the source {name + suffix} in {self.path} holds {holds}; use "
+                    "another name for the new source"
+                )
         layout = self.layout(next(iter(self.groups)), "tokens")
         has_labels = any(source.label_field is not None for source in corpus.sources.values())
         return corpus.model_copy(

@@ -134,6 +134,15 @@ class SourceConfig(Section):
     """Share of the training samples; set for all sources (they add up to 1) or for none."""
     text_field: str = "text"
     """Field of objects, column of tables that holds the text; a.b is field b of field a."""
+    text_pair_field: str | None = None
+    """Field or column of a second text: documents are pairs of texts that share label_field and stay together; none:
+    single texts."""
+    max_tokens: Annotated[SequenceLength, Field(ge=2)] | None = None
+    """With text_pair_field: length at which each text is cut, in tokens, its end-of-text token included; none: whole
+    texts."""
+    columns: Annotated[list[str], Field(min_length=1, max_length=MOST_ENTRIES)] | None = None
+    """Columns of csv and tsv files without a header; quotes of such a tsv file are text; none: the first record names
+    them."""
     format: str | None = None
     """Format of the files (preparation/readers/table.py lists all); none: detected by suffix; chat: conversations;
     preference: pairs of answers to one prompt.
@@ -201,11 +210,45 @@ class SourceConfig(Section):
             raise ValueError('format = "preference": the last answers count, whole; remove chat.loss and chat.too_long')
         if not self.is_chat and self.chat != ChatConfig():
             raise ValueError('chat: the table is for conversations; set format = "chat" or "preference", or remove it')
-        if self.label_field == self.text_field:
+        if self.label_field in self.text_fields:
             raise ValueError(
                 f"label_field = {shown_value(self.label_field)} is also text_field; use the field of the classes"
             )
+        self._check_pairs()
         return self
+
+    @property
+    def has_text_pairs(self) -> bool:
+        """Whether its documents are pairs of texts."""
+        return self.text_pair_field is not None
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """Of the one text, or of both."""
+        return (self.text_field,) if self.text_pair_field is None else (self.text_field, self.text_pair_field)
+
+    def _check_pairs(self) -> None:
+        if self.columns is not None:
+            if self.is_chat or self.format not in (None, "csv", "tsv"):
+                raise ValueError(f'columns: format = "{self.format}" names its fields; remove columns')
+            named = (*self.text_fields, self.id_field, self.label_field)
+            if missing := [name for name in named if name is not None and name not in self.columns]:
+                raise ValueError(f"columns: {shown_value(missing[0])} is none of {', '.join(self.columns)}; add it")
+        if not self.has_text_pairs:
+            if self.max_tokens is not None:
+                raise ValueError("max_tokens cuts the texts of pairs; set text_pair_field, or remove max_tokens")
+            return
+        if self.text_pair_field == self.text_field:
+            raise ValueError(f"text_pair_field = {shown_value(self.text_pair_field)} is also text_field; use another")
+        if self.is_chat:
+            raise ValueError(f'text_pair_field: format = "{self.format}" reads conversations; remove text_pair_field')
+        if self.format is not None and self.format not in RECORD_FORMATS:
+            raise ValueError(
+                f'text_pair_field: files of format = "{self.format}" hold one text each; use one of '
+                f"{', '.join(RECORD_FORMATS)}"
+            )
+        if self.language is not None or self.filters:
+            raise ValueError("text_pair_field: filters read single texts, not pairs; remove language and filters")
 
 
 class DuplicatesConfig(Section):
@@ -214,7 +257,7 @@ class DuplicatesConfig(Section):
     exact: bool = True
     """Drop documents with identical text."""
     near: bool = True
-    """Drop documents that share most of their sequences of five tokens."""
+    """Drop documents that share most of their sequences of five tokens; not conversations, not pairs of texts."""
     keep_keys: bool = True
     """Store the keys that find duplicates of its documents in other files; `data add` needs them. At most 128 bytes per
     document.
@@ -257,6 +300,8 @@ class Corpus(Section):
         config = self.sources[source]
         return ReadOptions(
             text_field=config.text_field,
+            text_pair_field=config.text_pair_field,
+            columns=None if config.columns is None else tuple(config.columns),
             id_field=config.id_field,
             label_field=config.label_field,
             format=None if config.is_chat else config.format,

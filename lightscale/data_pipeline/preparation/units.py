@@ -18,7 +18,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -219,7 +219,7 @@ class CleanDocument:
     chat: ChatText | None = None
     """Of a conversation: ``text`` with the characters that count."""
     key: str | None = None
-    """What duplicates share; None: the text. The answers of a preference are kept or dropped together."""
+    """What duplicates share; None: the text. The documents of a pair are kept or dropped together."""
     where: Callable[[], str] = str
     """Its place in the corpus, for a message."""
 
@@ -331,20 +331,24 @@ def clean_documents(
     for file_range in context.plan.file_ranges(unit):
         documents = read(file_range, counts.problems, options=options, advance=advance, part=part)
         for raw in documents:
-            data = raw.data
-            was_read.keep(len(data) if isinstance(data, bytes) else len(data.encode(errors="surrogatepass")))
-            clean = normalise(data) if chat is None else valid_unicode(data)
-            counts.changes["normalise"].add(clean.counts)
-            for change in (INVALID_UTF8, LONE_SURROGATE):
-                if change in clean.counts:
-                    counts.problems.add(change, raw.id)
+            was_read.keep(raw.text_bytes)
+            texts = []
+            for data in raw.texts:
+                clean = normalise(data) if chat is None else valid_unicode(data)
+                counts.changes["normalise"].add(clean.counts)
+                for change in (INVALID_UTF8, LONE_SURROGATE):
+                    if change in clean.counts:
+                        counts.problems.add(change, raw.id)
+                texts.append(clean.text)
             where = functools.partial(_place, file_range.file, raw, unit.source)
-            conversations = (None,) if chat is None else _texts(chat, clean.text, where)
-            keys = _keys(conversations)
-            for conversation, key in zip(conversations, keys, strict=True):
-                text = clean.text if conversation is None else conversation.text
+            conversations = None if chat is None else _texts(chat, texts[0], where)
+            if conversations is not None:
+                texts = [conversation.text for conversation in conversations]
+            # A pair without one of its texts is none.
+            is_empty = any(not text or text.isspace() for text in texts)
+            for number, (text, key) in enumerate(zip(texts, _keys(texts), strict=True)):
                 num_bytes = utf8_bytes(text)
-                if not text or text.isspace():
+                if is_empty:
                     normalised.drop(EMPTY, num_bytes, raw.id, text)
                     continue
                 normalised.keep(num_bytes)
@@ -370,18 +374,18 @@ def clean_documents(
                     length=raw.num_bytes,
                     own_id=(raw.own_id or "").encode(errors="replace"),
                     label=label,
-                    chat=conversation,
+                    chat=None if conversations is None else conversations[number],
                     key=key,
                     where=where,
                 )
 
 
-def _keys(conversations: Sequence[ChatText | None]) -> list[str | None]:
-    """What duplicates share: of a preference both texts, so that its two documents are kept or dropped together."""
-    if len(conversations) == 1:
+def _keys(texts: Sequence[str]) -> list[str | None]:
+    """What duplicates share: of a pair both texts, so that its two documents are kept or dropped together."""
+    if len(texts) == 1:
         return [None]
-    both = "\0".join(one.text for one in conversations if one is not None)
-    return [f"{side}{both}" for side in range(len(conversations))]
+    both = "\0".join(texts)
+    return [f"{side}{both}" for side in range(len(texts))]
 
 
 def _texts(chat: Chat, record: str, where: Callable[[], str]) -> Sequence[ChatText]:
@@ -425,7 +429,9 @@ class UnitWriter:
         self._bands: list[NDArray[np.uint64]] = []
         self._num_keyed = self._num_documents = self._num_key_files = 0
         self._source, self._classes = unit.source, dict[str, int]()
-        self._chat = context.corpus.sources[unit.source].chat if unit.source in context.chats else None
+        source = context.corpus.sources[unit.source]
+        self._chat = source.chat if unit.source in context.chats else None
+        self._has_pairs, self._most_tokens = source.has_text_pairs, source.max_tokens
 
     def __enter__(self) -> "UnitWriter":
         names = ["tokens", "documents", "names", "ids", "labels", *([] if self._chat is None else [LOSS_MASK])]
@@ -458,6 +464,8 @@ class UnitWriter:
         # In batches: one call over many short documents costs less than a call for each.
         if self._chat is None:
             ids = self._tokenizer.encode_batch([document.text for document in batch])
+            if self._most_tokens is not None:
+                batch, ids = self._cut(batch, ids, self._most_tokens)
         else:
             conversations = [self._encoded(document, self._chat) for document in batch]
             ids = [one for one, _ in conversations]
@@ -483,13 +491,25 @@ class UnitWriter:
         self._files["labels"].write(np.array(labels, dtype="<u4").tobytes())
         if self._duplicates.exact:
             self._keys += [document_key(document.key or document.text) for document in batch]
-        # Conversations of one kind share most of their text: instructions, descriptions of tools.
-        if self._duplicates.near and self._chat is None:
+        # Conversations of one kind share most of their text: instructions, descriptions of tools. A text is in many
+        # pairs.
+        if self._duplicates.near and self._chat is None and not self._has_pairs:
             self._bands.append(band_keys(signatures(ids)))
         self._num_documents += len(batch)
         self._batch, self._batch_characters = [], 0
         if self._num_documents - self._num_keyed >= _KEYS_DOCUMENTS:
             self._write_keys()
+
+    def _cut(
+        self, batch: Sequence[CleanDocument], ids: Sequence[NDArray[np.uint32]], most: int
+    ) -> tuple[list[CleanDocument], list[NDArray[np.uint32]]]:
+        """Documents and tokens of at most ``most`` tokens, the end-of-text token included; bytes of what is left."""
+        cut = [one[: most - 1] for one in ids]
+        left = [
+            document if len(one) == len(whole) else replace(document, num_bytes=utf8_bytes(self._tokenizer.decode(one)))
+            for document, one, whole in zip(batch, cut, ids, strict=True)
+        ]
+        return left, cut
 
     def _encoded(self, document: CleanDocument, chat: ChatConfig) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
         assert document.chat is not None

@@ -203,10 +203,12 @@ def write_source_attributes(
     hashes: Mapping[str, Sequence[ShardHashes]],
     *,
     chat: Mapping[str, Any] | None = None,
+    pairs: bool = False,
 ) -> None:
     """The ``zarr.json`` of a source whose arrays are there; ``hashes``: by array, of its shards in order.
 
-    ``chat``: of conversations all that decided their texts and loss masks; none: its documents are texts.
+    ``chat``: of conversations all that decided their texts and loss masks; none: its documents are texts. ``pairs``:
+    whether two texts at a time belong together; of preferences ``chat`` records that.
     """
     of_hashes = hash_attributes(hashes)
     attributes = {
@@ -215,6 +217,7 @@ def write_source_attributes(
         "content_hash": content_hash(of_hashes["shard_hashes"]),
         **of_hashes,
         **({"chat": dict(chat)} if chat else {}),
+        **({"pairs": True} if pairs else {}),
     }
     write_group(directory, attributes)
 

@@ -70,10 +70,11 @@ class SourceWriter:
         layout: tuple[int, int],
         *,
         has_loss_mask: bool,
+        pairs: bool,
         tokens: Mapping[str, DTypeLike],
         documents: Mapping[str, DTypeLike],
     ) -> None:
-        self._directory = directory
+        self._directory, self._pairs = directory, pairs
         self._split = split
         self._eot = np.array([tokenizer.eot_id], dtype=np.uint32)
         self._vocab_size = tokenizer.vocab_size
@@ -144,13 +145,15 @@ class SourceWriter:
             self.flush()
 
     def finish(self) -> None:
-        """Complete the arrays and write the source's attributes."""
+        """Complete the arrays and write the source's attributes. ``ValueError`` for half a pair."""
+        if self._pairs and self.num_documents % 2:
+            raise ValueError(f"pairs: {self.num_documents} documents; append two of each pair, one after the other")
         self.flush()
         for writer in self._writers.values():
             writer.close()
         counts = SourceCounts(documents=self.num_documents, tokens=self.num_tokens, bytes=self.num_bytes)
         hashes = {name: writer.shard_hashes for name, writer in self._writers.items()}
-        write_source_attributes(self._directory, self._split, counts, hashes)
+        write_source_attributes(self._directory, self._split, counts, hashes, pairs=self._pairs)
 
     def abandon(self) -> None:
         """Close open files after an error."""
@@ -243,12 +246,14 @@ class StoreWriter:
         split: Split = "train",
         *,
         has_loss_mask: bool = False,
+        pairs: bool = False,
         tokens: Mapping[str, DTypeLike] | None = None,
         documents: Mapping[str, DTypeLike] | None = None,
     ) -> SourceWriter:
         """A new source. One that gets no document does not appear in the store.
 
-        ``has_loss_mask``: whether its documents have a mask of the tokens that count as labels. ``tokens``, and
+        ``has_loss_mask``: whether its documents have a mask of the tokens that count as labels. ``pairs``: whether two
+        documents at a time, one appended after the other, belong together and have the same values. ``tokens``, and
         ``documents``: arrays with a value for each token, or document, by name: ``{"label": "int32", "target":
         ("float32", (3,))}``. Raises ``ValueError`` for a type that a store cannot hold.
         """
@@ -261,6 +266,7 @@ class StoreWriter:
             split,
             self._layout,
             has_loss_mask=has_loss_mask,
+            pairs=pairs,
             tokens=tokens or {},
             documents=documents or {},
         )
@@ -310,6 +316,10 @@ class TokenSource:
         """Of conversations: template, special tokens, variables and rule of the loss mask; None: texts."""
         if not isinstance(self.chat, dict | None):
             raise UserError(f"{group.metadata_path}: damaged attributes (chat: must be a table)")
+        self.has_text_pairs: bool = group.attributes.get("pairs", False)
+        """Whether two texts at a time belong together, and have one label."""
+        if not isinstance(self.has_text_pairs, bool) or (self.has_text_pairs and self.num_documents % 2):
+            raise UserError(f"{group.metadata_path}: damaged attributes (pairs: must be true, of an even number)")
         self.reference: dict[str, Any] | None = group.attributes.get("reference")
         """The model and the layout that the array ``REFERENCE`` was computed with; None: there is no such array."""
         if not isinstance(self.reference, dict | None) or (self.reference is None) != (
@@ -346,9 +356,24 @@ class TokenSource:
         return LOSS_MASK in self._per_token
 
     @property
-    def holds_pairs(self) -> bool:
+    def has_preferences(self) -> bool:
         """Whether documents are preferences: the chosen answer to a prompt, then the rejected one."""
         return bool(self.chat and self.chat.get("pairs"))
+
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether two documents at a time stay in one sequence: preferences, and pairs of texts with one label."""
+        return self.has_preferences or self.has_text_pairs
+
+    def pair_fault(self, pair_tokens: int, sequence_length: int) -> str | None:
+        """Why a pair of ``pair_tokens`` tokens fits no sequence, with the remedy; None: it fits."""
+        if pair_tokens <= sequence_length:
+            return None
+        what, key = ("answers", "chat.max_tokens") if self.has_preferences else ("documents", "max_tokens")
+        return (
+            f"a pair of {what} has {pair_tokens:,} tokens, and a sequence {sequence_length:,}; use longer sequences "
+            f"(data.sequence_length, data.curriculum), or prepare the source with a smaller {key}"
+        )
 
     def longest_document(self) -> tuple[int, int]:
         """Number and tokens of the longest document, the first of several; reads the ends of all."""
@@ -357,7 +382,7 @@ class TokenSource:
         return number, int(lengths[number])
 
     def longest_pair(self) -> int:
-        """Most tokens of a pair of answers; reads the ends of all documents."""
+        """Most tokens of a pair; reads the ends of all documents."""
         return int(np.diff(self.document_ends(0, self.num_documents)[1::2], prepend=0).max(initial=0))
 
     @property
@@ -574,4 +599,5 @@ def source_identity(source: TokenSource) -> dict[str, Any]:
         "tokens": source.num_tokens,
         "bytes": source.num_bytes,
         "content_hash": source.content_hash,
+        **({"pairs": True} if source.has_text_pairs else {}),
     }

@@ -250,7 +250,7 @@ def estimate(corpus: Corpus, *, sample: int = SAMPLE_DOCUMENTS) -> CorpusEstimat
         )
     encoder = _encoder(tokenizer, everything, corpus.vocab_size or DEFAULT_VOCAB_SIZE)
     for name, own in texts.items():
-        _tokenize(corpus, encoder, own, sources[name])
+        _tokenize(corpus, encoder, own, sources[name], most_tokens=corpus.sources[name].max_tokens)
     documents = sum(source.documents for source in sources.values())
     labelled = sum(own.documents for name, own in sources.items() if corpus.sources[name].label_field is not None)
     token_bytes = _TOKEN_BYTES * sum(source.tokens for source in sources.values())
@@ -307,17 +307,19 @@ def _kept_texts(
         for raw in _first_documents(file, wanted, options, own, found.problems):
             spent.lap("read")
             own.sampled += 1
-            own.sampled_bytes += _num_bytes(raw)
-            text = normalise(raw.data).text if chat is None else _text_of(chat, raw, name)
+            own.sampled_bytes += raw.text_bytes
+            texts = [normalise(one).text for one in raw.texts] if chat is None else [_text_of(chat, raw, name)]
             spent.lap("normalise")
-            text, rule = _judged(rules, text)
+            judged = [_judged(rules, text) for text in texts]
+            rule = next((rule for _, rule in judged if rule is not None), None)
             spent.lap("filter")
             if rule is None:
                 if options.label_field is not None:
                     class_of(raw.label, raw.id, field=options.label_field, classes=corpus.classes)
                 own.kept += 1
-                own.kept_bytes += len(text.encode())
-                yield text
+                for text, _ in judged:
+                    own.kept_bytes += len(text.encode())
+                    yield text
             else:
                 found.dropped[rule] += 1
             spent.begin()
@@ -382,17 +384,13 @@ def _first_documents(
             if own.seen_documents >= wanted and (consumed >= _SEEN_BYTES or num_rows is not None):
                 break
             own.seen_documents += 1
-            own.seen_bytes += _num_bytes(raw)
+            own.seen_bytes += raw.text_bytes
             if own.seen_documents <= wanted:
                 yield raw
     if num_rows and own.seen_documents:
         own.seen_file_bytes = file.size_bytes * own.seen_documents / num_rows
     else:
         own.seen_file_bytes = consumed
-
-
-def _num_bytes(raw: RawDocument) -> int:
-    return len(raw.data) if isinstance(raw.data, bytes) else len(raw.data.encode(errors="surrogatepass"))
 
 
 def _encoder(tokenizer: Tokenizer | None, texts: list[str], vocab_size: int) -> Tokenizer:
@@ -405,7 +403,9 @@ def _encoder(tokenizer: Tokenizer | None, texts: list[str], vocab_size: int) -> 
     return encoder
 
 
-def _tokenize(corpus: Corpus, encoder: Tokenizer, texts: list[str], found: SourceEstimate) -> None:
+def _tokenize(
+    corpus: Corpus, encoder: Tokenizer, texts: list[str], found: SourceEstimate, *, most_tokens: int | None
+) -> None:
     spent = _Stopwatch(found.stage_seconds)
     ids = encoder.encode_batch(texts) if texts else []
     spent.lap("tokenize")
@@ -415,4 +415,4 @@ def _tokenize(corpus: Corpus, encoder: Tokenizer, texts: list[str], found: Sourc
     if corpus.duplicates.near and ids:
         band_keys(signatures(ids))
     spent.lap("keys")
-    found.kept_tokens = sum(map(len, ids))
+    found.kept_tokens = sum(len(one) if most_tokens is None else min(len(one), most_tokens - 1) for one in ids)

@@ -16,10 +16,14 @@ ROWS = 256
 
 
 def column_fault(schema: Any, options: ReadOptions) -> str | None:
-    """Why the column of the texts has none; None where it has some, or where whole rows are read."""
-    text_field = options.text_field
+    """Why a column of the texts has none; None where all have some, or where whole rows are read."""
     if options.has_records:
         return None
+    faults = (_fault(schema, name) for name in options.text_fields)
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _fault(schema: Any, text_field: str) -> str | None:
     found = ", ".join(f"{field.name}: {field.type}" for field in list(schema)[:8])
     kind = _type_of(schema, text_field)
     if kind is None:
@@ -36,14 +40,14 @@ def wanted_columns(schema: Any, options: ReadOptions) -> list[str]:
     """The columns to read: the text's, and existing ones for the other fields. ``a.b`` is a column of that name."""
     if options.has_records:
         return list(schema.names)
-    names = {options.text_field, options.id_field, options.label_field}
+    names = {*options.text_fields, options.id_field, options.label_field}
     return sorted(name for name in names if name is not None and _type_of(schema, name) is not None)
 
 
 def documents_of_batch(batch: Any, file_id: str, row: int, reading: Reading) -> Iterator[RawDocument]:
     """The documents of a record batch whose first row is ``row`` of the file."""
     options = reading.options
-    if options.has_records:
+    if options.has_records or options.text_pair_field is not None:
         for number, record in enumerate(_plain(batch.to_struct_array()), row):
             if record is None:
                 reading.problems.add(NO_TEXT, f"{file_id}@{number}: a value that Python does not have, or no UTF-8")

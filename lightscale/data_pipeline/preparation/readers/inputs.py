@@ -15,6 +15,7 @@ DIRECTORY_LOOP = "directory loop"
 INVALID_UTF8 = "invalid UTF-8 replaced"
 NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no text in the field"
+OTHER_FIELDS = "row with another number of fields"
 TOO_LONG = "document too long"
 EMPTY = "empty document skipped"
 READ_TWICE = "file given twice, read once"
@@ -110,6 +111,10 @@ class ReadOptions:
 
     text_field: str = "text"
     """Of objects and rows. ``a.b`` is field b of field a, if no field has that name."""
+    text_pair_field: str | None = None
+    """Of the second text of a pair; none: documents are single texts."""
+    columns: tuple[str, ...] | None = None
+    """Of csv and tsv files without a header; none: the first record names them."""
     format: str | None = None
     """Of the files, whatever their suffixes; none: by these."""
     id_field: str | None = None
@@ -122,9 +127,14 @@ class ReadOptions:
     """Of a text; longer ones are counted and skipped. Memory grows with it."""
 
     @property
+    def text_fields(self) -> tuple[str, ...]:
+        """Of the one text, or of both."""
+        return (self.text_field,) if self.text_pair_field is None else (self.text_field, self.text_pair_field)
+
+    @property
     def max_line_bytes(self) -> int:
         """Of a jsonl file: JSON can write a byte of text as six."""
-        return 4 * self.max_document_bytes
+        return 4 * self.max_document_bytes * len(self.text_fields)
 
 
 def path_of(text: str) -> Path | RemotePath:

@@ -29,6 +29,8 @@ class RawDocument:
     """The file's id; for one of many in a file ``id@n``: the byte it begins at, unpacked, or its row."""
     data: bytes | str
     """Bytes, expected in UTF-8; or text of JSON, which may have lone surrogates."""
+    pair: str | None = None
+    """The second text of a pair."""
     begin: int = 0
     """The byte that its line or record begins at, unpacked, or its row."""
     num_bytes: int = 0
@@ -37,6 +39,16 @@ class RawDocument:
     """Its own id or URL, from the field that the source names."""
     label: Any = MISSING
     """The raw value of the field of its class that the source names."""
+
+    @property
+    def texts(self) -> tuple[bytes | str, ...]:
+        """The one text, or both of a pair."""
+        return (self.data,) if self.pair is None else (self.data, self.pair)
+
+    @property
+    def text_bytes(self) -> int:
+        """Of its texts, as they were found."""
+        return sum(len(one) if isinstance(one, bytes) else _utf8_length(one) for one in self.texts)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,16 +95,19 @@ class Reading:
     ) -> RawDocument | None:
         """The document that ``record`` holds; None, and counted, where it has no text or too much."""
         options = self.options
-        text = _as_json(record) if options.has_records else field_of(record, options.text_field)
-        if not isinstance(text, str):
-            found = _describe_fields(record)
-            self.problems.add(NO_TEXT, f"{document_id}: no string {options.text_field!r} (found {found})")
-            return None
-        if not self.fits(text, document_id):
-            return None
+        names = options.text_fields
+        texts = [_as_json(record)] if options.has_records else [field_of(record, name) for name in names]
+        for text, name in zip(texts, names, strict=True):
+            if not isinstance(text, str):
+                found = _describe_fields(record)
+                self.problems.add(NO_TEXT, f"{document_id}: no string {name!r} (found {found})")
+                return None
+            if not self.fits(text, document_id):
+                return None
         return RawDocument(
             id=document_id,
-            data=text,
+            data=texts[0],
+            pair=texts[1] if len(texts) > 1 else None,
             begin=begin,
             num_bytes=num_bytes,
             own_id=id_text(field_of(record, options.id_field)) if options.id_field else None,

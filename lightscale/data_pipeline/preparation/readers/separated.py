@@ -1,13 +1,14 @@
 """Comma- and tab-separated values: the first record names the columns, each other one is a document.
 
-Fields in quotes may hold line ends, so a file cannot be divided without reading it.
+Fields in quotes may hold line ends, so a file cannot be divided without reading it. The source names the ``columns`` of
+files without a header. In tab-separated ones of these, quotes are text, as in those of Long Range Arena's retrieval.
 """
 
 import csv
 from collections.abc import Iterator
 
 from lightscale.data_pipeline.preparation.readers.file_parts import PartBegin
-from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8, NO_TEXT, TOO_LONG
+from lightscale.data_pipeline.preparation.readers.inputs import INVALID_UTF8, NO_TEXT, OTHER_FIELDS, TOO_LONG
 from lightscale.data_pipeline.preparation.readers.interface import InputFormat, RawDocument, Reading
 from lightscale.data_pipeline.preparation.readers.ranges import FileRange
 from lightscale.data_pipeline.preparation.readers.streams import contents, lines
@@ -24,6 +25,7 @@ class Csv(InputFormat):
     """With commas."""
 
     delimiter = ","
+    quotes_without_header = csv.QUOTE_MINIMAL
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """Its records after the first."""
@@ -31,14 +33,14 @@ class Csv(InputFormat):
         csv.field_size_limit(_NO_LIMIT)
         with file.path.open("rb", buffering=0) as content:
             feed = _Lines(contents(content, file, reading), file.id, reading)
-            records = csv.reader(feed, delimiter=self.delimiter)
+            quotes = csv.QUOTE_MINIMAL if options.columns is None else self.quotes_without_header
+            records = csv.reader(feed, delimiter=self.delimiter, quoting=quotes)
             try:
-                header = reading.begin.known or next(records, None)
-                if header is not None and not (options.has_records or options.text_field in header):
+                header = reading.begin.known or options.columns or next(records, None)
+                missing = [name for name in options.text_fields if header is not None and name not in header]
+                if header is not None and missing and not options.has_records:
                     found = ", ".join(header[:8])
-                    reading.problems.add(
-                        NO_TEXT, f"{file.id}: no column {options.text_field!r} (found {found})", file=file
-                    )
+                    reading.problems.add(NO_TEXT, f"{file.id}: no column {missing[0]!r} (found {found})", file=file)
                     return
                 while True:
                     begin = feed.begin_record()
@@ -48,7 +50,10 @@ class Csv(InputFormat):
                     fields = next(records, None)
                     if fields is None:
                         return
-                    if fields and header is not None:
+                    if fields and options.columns is not None and len(fields) != len(options.columns):
+                        where = f"{file.id}@{begin}: {len(fields)} fields, not {', '.join(options.columns)}"
+                        reading.problems.add(OTHER_FIELDS, where)
+                    elif fields and header is not None:
                         document = reading.document(
                             dict(zip(header, fields, strict=False)),
                             f"{file.id}@{begin}",
@@ -66,6 +71,7 @@ class Tsv(Csv):
     """With tabs."""
 
     delimiter = "\t"
+    quotes_without_header = csv.QUOTE_NONE
 
 
 class _Lines:

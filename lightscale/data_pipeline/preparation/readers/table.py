@@ -85,6 +85,7 @@ DEFAULT_SUFFIXES = tuple(suffix for suffix, name in _BY_SUFFIX.items() if FORMAT
 def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
     """The format of ``file``: the requested one, or by its suffix; or the reason that it has none."""
     name = file.path.name.lower()
+    is_record = options.has_records or options.text_pair_field is not None
     if options.format is not None:
         entry = FORMATS[options.format]
         if name.endswith(PACKED_SUFFIXES) and not entry.is_stream:
@@ -92,11 +93,12 @@ def format_of(file: SourceFile, options: ReadOptions) -> InputFormatEntry | str:
         return entry
     for suffix, kind in _BY_SUFFIX.items():
         if name.endswith(suffix):
-            if options.has_records and kind not in RECORD_FORMATS:
+            if is_record and kind not in RECORD_FORMATS:
                 break
             return FORMATS[kind]
-    if options.has_records:
-        return f"conversations are records of {', '.join(RECORD_FORMATS)} files; convert it to one of them"
+    if is_record:
+        what = "conversations" if options.has_records else "pairs of texts"
+        return f"{what} are records of {', '.join(RECORD_FORMATS)} files; convert it to one of them"
     if name.endswith((*PACKED_SUFFIXES, *_OTHER_PACKED_SUFFIXES)):
         names = ", ".join(kind for kind, entry in FORMATS.items() if entry.is_stream)
         return f"compressed files can be {names}, with suffix {', '.join(PACKED_SUFFIXES)}; or set format"
