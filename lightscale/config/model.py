@@ -35,14 +35,17 @@ Pooling = Literal["mean", "first", "last"]
 
 
 class HeadConfig(Section):
-    """[model.head]: an output layer that predicts one label per document, in place of the next token."""
+    """[model.head]: an output layer that predicts one label per document or pair, in place of the next token."""
 
     num_labels: Annotated[int, Field(ge=2, le=1_000_000)]
     """Number of classes; labels run from 0 to num_labels - 1."""
     pooling: Pooling = "mean"
     """Input of the head: the mean over a document's tokens, or its first or last token."""
     bias: bool = False
-    """Whether a bias is added to the logits, as in ViT and BERT."""
+    """Whether a bias is added to the logits, as in ViT and BERT; with pairs also in the hidden layer."""
+    pairs: bool = False
+    """Whether a label is that of a pair of documents, which the model reads separately, as in Long Range Arena's
+    retrieval; a hidden layer combines the two."""
 
 
 class TPEConfig(Section):
@@ -383,6 +386,8 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.patches with {found}: patches stand in rows and columns; use model.grid.shape = [ROWS, COLUMNS]"
             )
+        if self.head is not None and self.head.pairs:
+            raise ValueError("model.head.pairs = true with model.patches: images are classified one by one; use false")
         if self.head is None and self.diffusion is None:
             raise ValueError(
                 "model.patches without model.head: images are classified; set model.head.num_labels, or "

@@ -747,6 +747,11 @@ class RunConfig(Section):
                 f'model.head predicts labels of documents, but task.name = "{name}" predicts {what}; remove the table, '
                 'or use task.name = "classify"'
             )
+        if self.model.head is not None and self.model.head.pairs and self.data.packing != "whole":
+            raise ValueError(
+                f'data.packing = "{self.data.packing}" cuts pairs of documents, and model.head.pairs = true predicts '
+                'labels of whole ones; use "whole"'
+            )
         compares = task.compares_answers
         has_logits = not (task.predicts_labels or task.predicts_noise)
         if self.train.z_loss_multiplier and (not has_logits or self.teacher is not None or compares):

@@ -10,6 +10,8 @@ from lightscale.models.registry import mixer_spec, shared_specs
 from lightscale.models.specs.diffusion import TERM as CONDITIONING
 from lightscale.models.specs.diffusion import more_shapes
 from lightscale.models.specs.interface import PartParameter, Shapes
+from lightscale.models.specs.label_head import PREFIX as OF_HEAD
+from lightscale.models.specs.label_head import head_shapes
 from lightscale.models.specs.options import LLaMAOptions
 from lightscale.models.stages import layer_stages
 
@@ -21,7 +23,6 @@ LABEL_HEAD = "label head"
 NOISE_OUTPUT = "noise output"
 
 _EMBEDDING_WEIGHT, _OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
-_OUTPUT_BIAS = "output_layer.bias"
 # The first that is found in a parameter's name says what it is; shared parts say it themselves.
 _TERMS = {
     "word_embeddings.": EMBEDDING,
@@ -57,11 +58,8 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     """Unsplit shape of every parameter by its global name, as in `parallel.initialization.named_parameters`."""
     d, g = model.hidden_size, model.intermediate_size
     shapes: Shapes = {} if model.patches is not None else {_EMBEDDING_WEIGHT: (model.vocab_size, d)}
-    if model.head is not None:
-        shapes[_OUTPUT_WEIGHT] = (model.head.num_labels, d)
-        if model.head.bias:
-            shapes[_OUTPUT_BIAS] = (model.head.num_labels,)
-    elif not model.tie_word_embeddings and model.diffusion is None:
+    shapes |= _of_head(model)
+    if model.head is None and not model.tie_word_embeddings and model.diffusion is None:
         shapes[_OUTPUT_WEIGHT] = (model.vocab_size, d)
     shapes |= {name: parameter.shape for name, parameter in _part_parameters(model).items()}
     if model.diffusion is not None:
@@ -82,6 +80,13 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     if model.final_norm:
         shapes |= {f"decoder.final_layernorm.{name}": (d,) for name in of_norm}
     return shapes
+
+
+def _of_head(model: ModelConfig) -> Shapes:
+    """Those of the label head; none without one."""
+    if model.head is None:
+        return {}
+    return {f"{OF_HEAD}{name}": shape for name, shape in head_shapes(model.head, model.hidden_size).items()}
 
 
 def norm_parameters(model: ModelConfig) -> tuple[str, ...]:
@@ -111,10 +116,10 @@ def parameter_terms(model: ModelConfig) -> dict[str, int]:
     """Number of parameters of each kind, the embedding first; the sum is all that the built model has."""
     terms: Counter[str] = Counter()
     of_parts = _part_parameters(model)
-    output = LABEL_HEAD if model.head is not None else NOISE_OUTPUT if model.diffusion is not None else EMBEDDING
+    of_head = _of_head(model)
     for name, shape in parameter_shapes(model).items():
-        term = of_parts[name].term if name in of_parts else _term(name)
-        terms[output if name in (_OUTPUT_WEIGHT, _OUTPUT_BIAS) else term] += prod(shape)
+        term = of_parts[name].term if name in of_parts else LABEL_HEAD if name in of_head else _term(name)
+        terms[NOISE_OUTPUT if name == _OUTPUT_WEIGHT and model.diffusion is not None else term] += prod(shape)
     return dict(terms)
 
 
@@ -160,8 +165,7 @@ def rank_parameters_by_name(model: ModelConfig, *, tensor: int, pipeline: int) -
 def _whole_on_tensor_ranks(model: ModelConfig) -> set[str]:
     """Global names of the parameters that tensor ranks do not split, of mixers and parts; norms are others."""
     whole = {name for name, parameter in _part_parameters(model).items() if parameter.split_dim is None}
-    if model.head is not None:
-        whole |= {_OUTPUT_WEIGHT, _OUTPUT_BIAS}
+    whole |= _of_head(model).keys()
     if model.diffusion is not None:
         whole |= more_shapes(model).keys()
     whole |= {f"decoder.layers.{layer}.mlp.linear_fc2.bias" for layer in range(model.num_layers)}

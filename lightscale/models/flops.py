@@ -7,6 +7,7 @@ from lightscale.config.model import ModelConfig
 from lightscale.config.schema import AdapterConfig
 from lightscale.models.adapters import adapted_maps, linear_maps
 from lightscale.models.registry import mixer_spec, shared_specs
+from lightscale.models.specs.label_head import head_flops
 from lightscale.models.specs.patches import patch_numbers
 
 
@@ -16,8 +17,8 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     glu = linear_unit_flops(model)
     logits = 2.0 * model.hidden_size * model.vocab_size
     if model.head is not None:
-        # Of each document; how many there are in a sequence is not known, but one there is.
-        logits = 2 * model.hidden_size * model.head.num_labels / sequence_length
+        # Of each document, or pair; how many there are in a sequence is not known, but one there is.
+        logits = head_flops(model.head, model.hidden_size) / sequence_length
     if model.patches is not None and model.diffusion is not None:
         logits = 2.0 * model.hidden_size * patch_numbers(model.patches)
     mixers = sum(

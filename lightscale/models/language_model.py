@@ -286,7 +286,7 @@ class LanguageModel(LanguageModule):
         if model.diffusion is not None:
             return DiffusionHead(config, model, group)
         if model.head is not None:
-            return LabelHead(config, model.head, model.hidden_size, group)
+            return LabelHead(config, model.head, model.hidden_size, model.init_std, group)
         return OutputLayer(
             model.hidden_size,
             padded_vocab_size(model.vocab_size, group.size()),
@@ -313,13 +313,11 @@ class LanguageModel(LanguageModule):
         rows = self.model.vocab_size
         if self.pre_process and self.embedding.word_embeddings is not None:
             set_initializer(self.embedding.word_embeddings.weight, normal(embedding_std), rows=rows)
-        if self.post_process and self.model.diffusion is None and self.output_layer.weight is not None:
+        has_ids = self.model.diffusion is None and self.model.head is None
+        if self.post_process and has_ids and self.output_layer.weight is not None:
             # A tied one that is here, on the last of several stages, is a copy of the embedding.
             tied = self.share_embeddings_and_output_weights
-            is_padded = self.model.head is None
-            set_initializer(
-                self.output_layer.weight, normal(embedding_std if tied else std), rows=rows if is_padded else None
-            )
+            set_initializer(self.output_layer.weight, normal(embedding_std if tied else std), rows=rows)
         for layer in self.decoder.layers if self.model.intermediate_size else ():
             set_initializer(layer.mlp.linear_fc1.weight, normal(std))
             set_initializer(layer.mlp.linear_fc2.weight, normal(self.model.output_std))

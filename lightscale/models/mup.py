@@ -19,9 +19,12 @@ from lightscale.errors import UserError
 from lightscale.models.accounting import parameter_shapes
 from lightscale.models.matrices import matrices
 from lightscale.models.registry import mixer_spec
+from lightscale.models.specs.label_head import HIDDEN_WEIGHT
+from lightscale.models.specs.label_head import PREFIX as OF_HEAD
 
 _BLOCK = re.compile(r"decoder\.layers\.(\d+)\.(self_attention|mlp)?\.?(.+)")
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_HEAD_HIDDEN = f"{OF_HEAD}{HIDDEN_WEIGHT}"
 # Options that count heads; with these, all heads stay as wide in models of other widths.
 _NUMBERS_OF_HEADS = re.compile(r"num_\w*heads")
 
@@ -66,7 +69,7 @@ def mup_scales(model: ModelConfig) -> dict[str, MuPScale]:
     outputs = _outputs(model)
     found = {}
     for name, shape in shapes.items():
-        if name in linear:
+        if name in linear or name == _HEAD_HIDDEN:
             of_shape = _matrix(model.width_ratio, shape, wider[name])
         elif name == _OUTPUT or (name == _EMBEDDING and model.ties_weights):
             # What maps to logits starts small and moves by as much; its gradients are of one size at all widths.

@@ -1,8 +1,11 @@
-"""Predict one label for each document: a number that the store has of it, such as a topic.
+"""Predict one label for each document, or each pair: a number that the store has of it, such as a topic.
 
 ``StoreWriter.source(…, documents={"label": "int32"})`` writes labels; the output layer, ``model.head``, sees the mean
 of the document's tokens, the first or the last one. A document that a window cuts is predicted from each part that a
-sequence holds: ``data.packing`` = "whole" leaves all whole that fit, in training. The loss is the mean over documents.
+sequence holds: ``data.packing`` = "whole" leaves all whole that fit. The loss is the mean over documents.
+
+With ``model.head.pairs`` it sees two documents, which the store holds as a pair (``StoreWriter.source(…, pairs=True)``,
+``text_pair_field`` in a corpus file) and sequences hold whole. Both have the pair's label; it counts once.
 """
 
 from collections.abc import Collection
@@ -45,6 +48,13 @@ class Classify(TrainingTask):
         """Every document of ``sources`` has a label of the model's; reads them all."""
         assert model.head is not None, "checked with the configuration"
         for source in map(store.source, sources):
+            if source.has_text_pairs != model.head.pairs:
+                holds = "pairs of documents" if source.has_text_pairs else "single documents, no pairs"
+                cure = "true" if source.has_text_pairs else "false, or prepare pairs with text_pair_field"
+                raise UserError(
+                    f"model.head.pairs = {str(model.head.pairs).lower()}: source {source.name} of {store.title} holds "
+                    f"{holds}; use {cure}"
+                )
             check_labels(self.config.label, store, source, model.head.num_labels)
 
     def targets(self, store: TokenStore, *, validation: bool) -> "DocumentLabels":
@@ -58,7 +68,8 @@ class Classify(TrainingTask):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentLabels:
-    """The label of a document stands at its last token in the row: see ``Targets``."""
+    """The label of a document stands at its last token in the row, that of a pair at its second document's: see
+    ``Targets``."""
 
     array: str
 
@@ -72,6 +83,8 @@ class DocumentLabels:
                 if start != PADDING:
                     # The end of a source counts as one document more: no token is there.
                     number = source.document_at(start)
+                    if source.has_text_pairs and number % 2 == 0:
+                        continue
                     labels[row, end] = source.document_values(self.array, number, number + 1)[0]
                     is_last[row, end] = 1
         return Predicted(tokens, labels, is_last)

@@ -82,6 +82,8 @@ def store_of(tables: Mapping[str, Any]) -> str:
         return "images-" + "x".join(map(str, [*sides, patches.channels]))
     if grid is not None:
         return f"grids-{grid.document_tokens}"
+    if (model.get("head") or {}).get("pairs"):
+        return "matches"
     return {"classify": "labelled", "preference": "pairs", "sft": "answers"}.get(task, "text")
 
 

@@ -113,7 +113,8 @@ class Drawer:
         if self._has_fixed("adapter") or rng.random() < _ADAPTERS:
             keys["adapter.name"] = self._choose("adapter.name", NUMBERS["adapter.name"])
             self._options(keys, "adapter", AdapterConfig)
-        packing = "concat" if kind.reads_images else "whole" if kind.keeps_documents_whole else None
+        is_whole = kind.keeps_documents_whole or keys.get("model.head.pairs")
+        packing = "concat" if kind.reads_images else "whole" if is_whole else None
         keys["data.packing"] = self._choose("data.packing", [packing] if packing else _values(DataConfig, "packing"))
         drawn = self._with_layout(keys)
         while axis is not None and not drawn.uses(axis):

@@ -1,7 +1,7 @@
 """Small made-up stores.
 
-Text of two sources, one with a loss mask; documents with labels; questions with answers; pairs of answers; texts of
-one length, with labels and a loss mask, as grids; images of random pixels.
+Text of two sources, one with a loss mask; documents with labels; pairs of documents with labels; questions with
+answers; pairs of answers; texts of one length, with labels and a loss mask, as grids; images of random pixels.
 """
 
 import itertools
@@ -21,8 +21,8 @@ _LABELS = 3
 
 
 def write_stores(folder: Path) -> None:
-    """The stores of these names in ``folder``: ``text``, ``labelled``, ``answers``, ``pairs``, ``grids-TOKENS``,
-    ``images-HEIGHTxWIDTHxCHANNELS``.
+    """The stores of these names in ``folder``: ``text``, ``labelled``, ``matches``, ``answers``, ``pairs``,
+    ``grids-TOKENS``, ``images-HEIGHTxWIDTHxCHANNELS``.
     """
     rng, tokenizer = random.Random(0), AsciiTokenizer()
     with StoreWriter(folder / "text", tokenizer) as writer:
@@ -47,12 +47,25 @@ def write_stores(folder: Path) -> None:
             source.append(tokenizer.encode(asked + answer), num_bytes=len(mask), loss_mask=mask)
         writer.finish({})
     _write_pairs(folder, tokenizer, rng)
+    _write_matches(folder, tokenizer, random.Random(1))
     with StoreWriter(folder / "labelled", tokenizer) as writer:
         source = writer.source("words", "train", documents={"label": "int32"})
         for _ in range(300):
             label = rng.randrange(_LABELS)
             text = "".join(rng.choices(("abc", "def", "ghi")[label], k=rng.randint(1, 40)))
             source.append(tokenizer.encode(text), num_bytes=len(text), documents={"label": label})
+        writer.finish({})
+
+
+def _write_matches(folder: Path, tokenizer: AsciiTokenizer, rng: random.Random) -> None:
+    """Pairs of documents, with their ends of at most 24 tokens, which the sequences of a drawn curriculum hold."""
+    with StoreWriter(folder / "matches", tokenizer) as writer:
+        source = writer.source("words", "train", pairs=True, documents={"label": "int32"})
+        for _ in range(150):
+            label = rng.randrange(_LABELS)
+            for letters in ("abc", ("abc", "def", "ghi")[label]):
+                text = "".join(rng.choices(letters, k=rng.randint(1, 11)))
+                source.append(tokenizer.encode(text), num_bytes=len(text), documents={"label": label})
         writer.finish({})
 
 

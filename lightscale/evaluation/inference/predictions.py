@@ -59,11 +59,14 @@ class Predictor:
             for first, stop in itertools.pairwise(ends.tolist())
         ]
 
-    def classify(self, documents: Sequence[Ids]) -> NDArray[np.float64]:
-        """(documents, labels): the log-probability of each label."""
+    def classify(self, documents: Sequence[Ids], seconds: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """(documents, labels): the log-probability of each label.
+
+        ``seconds``: where in each pair of documents the second one begins; None: they are single documents.
+        """
         assert self._model.model.head is not None, "a model that predicts labels"
         width = self._model.model.head.num_labels
-        return self._of_documents(documents, width, self._model.label_log_probability)
+        return self._of_documents(documents, width, self._model.label_log_probability, seconds)
 
     def embed(self, documents: Sequence[Ids], pooling: Pooling) -> NDArray[np.float64]:
         """(documents, d): inputs of the output layer: their mean over a document's tokens, or that of one token."""
@@ -85,7 +88,11 @@ class Predictor:
         return self._of_images(np.stack(images), first, channels, read)
 
     def _of_documents(
-        self, documents: Sequence[Ids], width: int, pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+        self,
+        documents: Sequence[Ids],
+        width: int,
+        pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        seconds: Sequence[int] | None = None,
     ) -> NDArray[np.float64]:
         """(documents, width): what ``pool`` gives of each where it ends."""
 
@@ -98,10 +105,15 @@ class Predictor:
             images = np.stack(documents)
             return self._of_images(images, images.shape[1] - 1, width, read)[:, 0]
         is_last = [np.arange(len(ids)) == len(ids) - 1 for ids in documents]
-        return self._values(documents, is_last, width, read)
+        return self._values(documents, is_last, width, read, seconds)
 
     def _values(
-        self, documents: Sequence[Ids], asked: Sequence[NDArray[np.bool_]], width: int, read: _Read
+        self,
+        documents: Sequence[Ids],
+        asked: Sequence[NDArray[np.bool_]],
+        width: int,
+        read: _Read,
+        seconds: Sequence[int] | None = None,
     ) -> NDArray[np.float64]:
         """(m, width): what ``read`` makes of the m ``asked`` tokens of all documents, on every rank.
 
@@ -119,7 +131,7 @@ class Predictor:
             return Columns(own.tokens, own.positions, *(part[keep] for part in parts))
 
         def find() -> None:
-            for own, found in self._run(documents, lambda own, hidden: read(wanted(own), hidden)):
+            for own, found in self._run(documents, lambda own, hidden: read(wanted(own), hidden), seconds):
                 if self._forward.answers:
                     here = wanted(own)
                     values[rows[begins[here.numbers] + here.offsets]] = found.cpu().numpy()
@@ -179,7 +191,9 @@ class Predictor:
         """Passes that are run together where stages would wait for one another."""
         return 4 * self._mesh.pipeline if self._mesh.pipeline > 1 else 1
 
-    def _run(self, documents: Sequence[Ids], read: _Read) -> Iterator[tuple[Columns, Tensor]]:
+    def _run(
+        self, documents: Sequence[Ids], read: _Read, seconds: Sequence[int] | None
+    ) -> Iterator[tuple[Columns, Tensor]]:
         """This data rank's documents through the model, packed."""
         self._model.eval()
         own = share([ScoredDocument(ids, 1) for ids in documents], self._mesh.data)[self._mesh.data_rank]
@@ -192,7 +206,13 @@ class Predictor:
             batch = packed[first : first + at_once]
             align = self._forward.align
             width = -(-max(map(_length, batch)) // align) * align
-            yield from self._forward.run([Rows(columns=columns([row], 0, width, filler=0)) for row in batch], read)
+            rows = [Rows(columns=columns([row], 0, width, filler=0)) for row in batch]
+            for row, made in zip(batch, rows, strict=True) if seconds is not None else ():
+                for node, column in row:
+                    # Packed as one, read as two.
+                    second = seconds[node.number]
+                    made.columns.positions[0, column + second : column + len(node.inputs)] -= second
+            yield from self._forward.run(rows, read)
 
 
 def _length(row: Sequence[tuple[TreeNode, int]]) -> int:

@@ -2,7 +2,7 @@
 
     {"text": "The [MASK] sat on the mat.", "id": "a"}
 
-Only the text is required; other fields of a line, as in files of a corpus, are ignored.
+Only the text is required, and of pairs ``text_pair``; other fields of a line, as in files of a corpus, are ignored.
 """
 
 from collections.abc import Iterator
@@ -34,16 +34,19 @@ class TextDocument:
     id: Any
     """Its ``id`` in the file; None: unset."""
     text: str
+    pair: str | None = None
+    """The second text of a pair."""
     ids: Ids
-    """(n + 1,) the end-of-text token, then the text with its masks."""
+    """(n + 1,) the end-of-text token, then the text with its masks; of a pair then those of the second text."""
 
     def record(self) -> dict[str, Any]:
         """What names it beside its prediction."""
-        return {**({} if self.id is None else {"id": self.id}), "line": self.line, "text": self.text}
+        of_pair = {} if self.pair is None else {"text_pair": self.pair}
+        return {**({} if self.id is None else {"id": self.id}), "line": self.line, "text": self.text, **of_pair}
 
     def heading(self) -> str:
         """Its line for people."""
-        text = " ".join(self.text.split())
+        text = " ".join([*self.text.split(), *(() if self.pair is None else ("|", *self.pair.split()))])
         return f"{self.line}: {text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + '…'}"
 
 
@@ -57,7 +60,13 @@ class MaskWriting:
 
 
 def read_documents(
-    path: Path, tokenizer: Tokenizer, *, text_field: str, masks: MaskWriting | None, most_tokens: int | None
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    text_field: str,
+    text_pair_field: str | None = None,
+    masks: MaskWriting | None,
+    most_tokens: int | None,
 ) -> list[TextDocument]:
     """The documents of a file, one in each line.
 
@@ -65,6 +74,7 @@ def read_documents(
         path: JSON lines.
         tokenizer: of the run.
         text_field: under which the text is.
+        text_pair_field: under which the second text of a pair is; None: lines are single texts.
         masks: of which each text has at least one; None: their text is no mask.
         most_tokens: of a document; None: any number.
 
@@ -75,7 +85,7 @@ def read_documents(
         data = read_regular(path, what="a file of documents", most_bytes=MOST_BYTES, follow_links=True)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    found = list(_documents(path, data, tokenizer, text_field, masks))
+    found = list(_documents(path, data, tokenizer, text_field, text_pair_field, masks))
     if not found:
         raise UserError(f"{path}: the file is empty; each line is an object like {_EXAMPLE}")
     for document in found:
@@ -88,28 +98,41 @@ def read_documents(
 
 
 def _documents(
-    path: Path, data: bytes, tokenizer: Tokenizer, text_field: str, masks: MaskWriting | None
+    path: Path,
+    data: bytes,
+    tokenizer: Tokenizer,
+    text_field: str,
+    text_pair_field: str | None,
+    masks: MaskWriting | None,
 ) -> Iterator[TextDocument]:
     for number, record in json_lines(path, data):
-        where, text = f"{path}:{number}", record.get(text_field)
-        if not isinstance(text, str):
-            names = ", ".join(map(repr, list(record)[:8])) or "nothing"
-            raise UserError(
-                f'{where}: no text in the field "{text_field}"; it has {names}; set another field with --text-field'
-            )
-        if not text.strip():
-            raise UserError(f"{where}: the text is empty; remove the line")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{where}: not valid UTF-8 at character {error.start}") from error
+        where = f"{path}:{number}"
+        text = _text(record, where, text_field, "--text-field")
+        pair = None if text_pair_field is None else _text(record, where, text_pair_field, "--text-pair-field")
         if masks is not None and masks.text not in text:
             raise UserError(
                 f"{where}: no mask in the text; write {masks.text} for each token to predict (--mask TEXT sets "
                 "another spelling; --embed computes a vector of the document instead)"
             )
         ids = Encoder(tokenizer).document(text) if masks is None else with_masks(tokenizer, text, masks)
-        yield TextDocument(line=number, id=record.get("id"), text=text, ids=ids)
+        if pair is not None:
+            ids = np.concatenate([ids, Encoder(tokenizer).document(pair)])
+        yield TextDocument(line=number, id=record.get("id"), text=text, pair=pair, ids=ids)
+
+
+def _text(record: dict[str, Any], where: str, field: str, option: str) -> str:
+    """The text in ``field`` of a line; UserError for none, an empty one, and one that is no UTF-8."""
+    text = record.get(field)
+    if not isinstance(text, str):
+        names = ", ".join(map(repr, list(record)[:8])) or "nothing"
+        raise UserError(f'{where}: no text in the field "{field}"; it has {names}; set another field with {option}')
+    if not text.strip():
+        raise UserError(f"{where}: the text is empty; remove the line")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: not valid UTF-8 at character {error.start}") from error
+    return text
 
 
 def space_joins(tokenizer: Tokenizer) -> bool:

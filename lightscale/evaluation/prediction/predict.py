@@ -90,7 +90,11 @@ class PredictionWriter(ModelAtWork):
             }
 
     def _classes(self, documents: Sequence[Ids]) -> _Values:
-        for values in self._predictor.classify(documents):
+        head, seconds = self.asked.chosen.config.model.head, None
+        if head is not None and head.pairs:
+            # Each of the two begins with the token.
+            seconds = [int(np.flatnonzero(ids == self.loaded.tokenizer.eot_id)[-1]) for ids in documents]
+        for values in self._predictor.classify(documents, seconds):
             order = np.argsort(-values, kind="stable")[: self.asked.top].tolist()
             names = [self.asked.class_name(number) for number in order]
             shares = [_rounded(math.exp(values[number])) for number in order]
@@ -105,7 +109,7 @@ class PredictionWriter(ModelAtWork):
         record = {**document.record(), **found}
         if self.asked.as_json or self.asked.kind == "embeddings":
             # A text is as long as it likes, and whoever wants vectors has it.
-            left_out = {"text"} if self.asked.kind == "embeddings" else set()
+            left_out = {"text", "text_pair"} if self.asked.kind == "embeddings" else set()
             kept = {name: value for name, value in record.items() if name not in left_out}
             return json.dumps(kept, ensure_ascii=False) + "\n"
         lines = [document.heading()]

@@ -250,6 +250,8 @@ def _require_known(model: ModelConfig) -> None:
         if name in FORMS or name in SOFTMAX_MIXERS:
             known = _OF_LLAMA if name in SOFTMAX_MIXERS else _ELSEWHERE | {one.name for one in fields(FORMS[name])}
             tables.append((f"model.mixer_options.{name}", model.layer_options(model.layers.index(name)), known))
+    if model.head is not None:
+        tables.append(("model.head", model.head, frozenset({"num_labels", "pooling", "bias"})))
     for table, values, known in tables:
         for key, field in type(values).model_fields.items():
             # The standard deviations draw initial weights.

@@ -226,13 +226,11 @@ def _check_store(config: RunConfig) -> None:
         task.check_store(config.model, other, [validation.source])
         if task.keeps_documents_whole and not task.compares_answers:
             _check_lengths(config, other.source(validation.source))
-        # In training data the loader finds it before the first step.
-        if task.compares_answers and (longest := other.source(validation.source).longest_pair()) > data.sequence_length:
-            raise UserError(
-                f"data.validation.{name}.source = {validation.source}: a pair of answers has {longest:,} tokens, more "
-                f"than data.sequence_length = {data.sequence_length:,}; use {longest} or more, or prepare the source "
-                "with a smaller chat.max_tokens"
-            )
+        # In training data the loader finds it before the first step. Losses and labels of pairs need whole ones.
+        source = other.source(validation.source)
+        longest = source.longest_pair() if source.holds_pairs and (task.compares_answers or task.predicts_labels) else 0
+        if fault := source.pair_fault(longest, data.sequence_length):
+            raise UserError(f"data.validation.{name}.source = {validation.source}: {fault}")
         for number, (one, two) in enumerate(zip(task.class_names(store), task.class_names(other), strict=False)):
             if one != two:
                 raise UserError(

@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lines = 'JSON lines such as {"text": "The [MASK] sat.", "id": 1}; of images: a file, or a folder of files'
     add("--file", type=path_argument, required=True, metavar="FILE", help=lines)
     add("--text-field", default="text", metavar="NAME", help="key of the text in each line (default: %(default)s)")
+    second = "with model.head.pairs: key of the second text (default: text_pair)"
+    add("--text-pair-field", metavar="NAME", help=second)
     add("--mask", metavar="TEXT", help=f"placeholder of a token to predict (default: {MASK_TEXT})")
     top = f"number of most probable fillings per mask, or of classes (default: {_TOP} fillings, all classes)"
     add("--top", type=int, metavar="K", help=top)
@@ -118,6 +120,7 @@ def _documents(
             args.file,
             chosen.tokenizer,
             text_field=args.text_field,
+            text_pair_field=(args.text_pair_field or "text_pair") if _reads_pairs(args, chosen) else None,
             masks=masks,
             most_tokens=args.context or longest_context(chosen.config),
         )
@@ -142,6 +145,12 @@ def _ranked(asked: PredictionRequest) -> RunConfig:
     return config.model_copy(update={"model": model, "data": data})
 
 
+def _reads_pairs(args: argparse.Namespace, chosen: ChosenRun) -> bool:
+    """Whether two texts are classified together; a vector is of one text."""
+    head = chosen.config.model.head
+    return head is not None and head.pairs and args.embed is None
+
+
 def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
     """What is predicted, by the run's task; UserError for options that say something of another kind."""
     name = chosen.config.task.name
@@ -161,6 +170,9 @@ def _kind(args: argparse.Namespace, chosen: ChosenRun) -> Kind:
         )
     else:
         kind = "classes" if task.predicts_labels else "fillings"
+    if args.text_pair_field is not None and not _reads_pairs(args, chosen):
+        reason = "with --embed one vector per text" if args.embed else "of single documents"
+        raise UserError(f"--text-pair-field {args.text_pair_field}: {where}, {reason}; remove --text-pair-field")
     if args.mask is not None and kind != "fillings":
         raise UserError(
             f"--mask {args.mask}: {where}{' and --embed' if args.embed else ''}: no masks to fill; remove --mask"

@@ -23,6 +23,9 @@ for _pooling in ("mean", "last"):
     parity.MODELS[f"labels-{_pooling}"] = ModelConfig.model_validate(
         {**parity.MODELS["bidirectional"].model_dump(), "head": {"num_labels": LABELS, "pooling": _pooling}}
     )
+parity.MODELS["matches"] = ModelConfig.model_validate(
+    {**parity.MODELS["bidirectional"].model_dump(), "head": {"num_labels": LABELS, "pairs": True, "bias": True}}
+)
 IMAGES, TOKENS, LEADING, CHANNELS = 11, 8, 2, 3
 parity.MODELS["images"] = ModelConfig.model_validate(
     {
@@ -38,7 +41,7 @@ parity.MODELS["images"] = ModelConfig.model_validate(
     }
 )
 MODELS = {"images": ("patches", "mean", "classes"), "bidirectional": ("fill", "mean"), "tnl": ("mean", "last"),
-          "labels-mean": ("classes", "last"), "labels-last": ("classes",)}  # fmt: skip
+          "labels-mean": ("classes", "last"), "labels-last": ("classes",), "matches": ("pairs",)}  # fmt: skip
 LAYOUTS = {
     2: [
         "bidirectional tensor=2",
@@ -48,6 +51,9 @@ LAYOUTS = {
         "labels-mean tensor=2",
         "labels-mean sequence=2",
         "labels-last pipeline=2",
+        "matches tensor=2",
+        "matches sequence=2",
+        "matches",
         "tnl sequence=2",
         "tnl",
         "images tensor=2",
@@ -59,6 +65,8 @@ LAYOUTS = {
         "images tensor=2 sequence=2",
         "bidirectional tensor=2 sequence=2",
         "labels-mean sequence=4",
+        "matches sequence=4",
+        "matches pipeline=2 sequence=2",
         "labels-mean sequence=2",
         "tnl tensor=2",
     ],
@@ -75,6 +83,11 @@ def documents() -> list[Ids]:
         found.append(ids)
     found[3][60:64] = MASK
     return found
+
+
+def second(ids: Ids) -> int:
+    """Where the second of a pair begins."""
+    return 1 + len(ids) // 3
 
 
 def images() -> np.ndarray:
@@ -99,6 +112,9 @@ def predicted(predictor: Predictor, kind: str) -> list[np.ndarray]:
             return [np.concatenate(one, axis=1) for one in predictor.fill(documents(), MASK, TOP)]
         case "classes":
             return list(predictor.classify(documents())[:, None])
+        case "pairs":
+            pairs = [ids for ids in documents() if len(ids) > 1]
+            return list(predictor.classify(pairs, [second(ids) for ids in pairs])[:, None])
         case _:
             return list(predictor.embed(documents(), "mean" if kind == "mean" else "last")[:, None])
 
@@ -117,6 +133,21 @@ def by_itself(model: Any, ids: Ids, kind: str) -> np.ndarray:
         if kind == "classes":
             vector = torch.log_softmax(model.output_layer.weight @ vector, -1)
         return vector[None].numpy()
+
+
+def pair_by_itself(model: Any, ids: Ids) -> np.ndarray:
+    """The same by the states of two documents, each alone."""
+    with torch.no_grad():
+        one, two = (
+            model(torch.from_numpy(part.astype(np.int64))[None], torch.arange(len(part))[None], hidden_only=True)[
+                :, 0
+            ].mean(0)
+            for part in (ids[: second(ids)], ids[second(ids) :])
+        )
+        head = model.output_layer
+        inner = torch.cat([one, two, one * two, one - two]) @ head.hidden_weight.T + head.hidden_bias
+        logits = head.weight @ torch.nn.functional.gelu(inner) + head.bias
+        return torch.log_softmax(logits, -1)[None].numpy()
 
 
 def image_by_itself(model: Any, patches: np.ndarray, kind: str) -> np.ndarray:
@@ -148,7 +179,11 @@ def predict(rank: int, world_size: int, init_method: str, folder: Path, cases: l
                         found[f"{text} / {kind} alone"] = [image_by_itself(model, one, kind) for one in images()]
                     continue
                 found[f"{text} / {kind}"] = predicted(predictor, kind)
-                if world_size == 1:
+                if world_size == 1 and kind == "pairs":
+                    found[f"{text} / {kind} alone"] = [
+                        pair_by_itself(model, ids) for ids in documents() if len(ids) > 1
+                    ]
+                elif world_size == 1:
                     found[f"{text} / {kind} alone"] = [by_itself(model, ids, kind) for ids in documents()]
     return found
 
