@@ -15,8 +15,8 @@ MODELS = (
     *("lion-lit", "lion-retnet", "lion-s", "lion-s-vector"),
     *("lightnet-bidirectional", "hgrn2-bidirectional", "tnl-bidirectional", "llama-bidirectional"),
 )
-TASKS = {"listops": 2048, "text": 2048, "image": 1024, "pathfinder": 1024, "path-x": 16384}
-"""With their input lengths (LION, Table 6)."""
+TASKS = {"listops": 2048, "text": 2048, "retrieval": 2 * 4000, "image": 1024, "pathfinder": 1024, "path-x": 16384}
+"""With their input lengths (LION, Table 6); of retrieval, of two documents."""
 
 
 def composed(folder: Path, model: str, task: str) -> RunConfig:
@@ -50,3 +50,16 @@ def test_the_corpus_of_texts_has_the_usual_folders(root: Path) -> None:
         "imdb-test": "folder",
     }
     assert corpus.tokenizer == "bytes"
+
+
+def test_rows_of_retrieval_hold_the_longest_pair(root: Path) -> None:
+    corpus = load_corpus(root / "lightscale/configs/corpus/lra-retrieval.toml")
+    assert corpus.tokenizer == "bytes"
+    assert list(corpus.sources) == ["aan", "aan-eval", "aan-test"]
+    config = load("lra-retrieval")
+    assert config.model.head is not None and config.model.head.pairs
+    for source in corpus.sources.values():
+        assert source.columns == ["label", "id1", "id2", "text1", "text2"]
+        assert (source.text_fields, source.label_field) == (("text1", "text2"), "label")
+        assert source.max_tokens == 4000 + 1
+        assert 2 * source.max_tokens <= config.data.sequence_length

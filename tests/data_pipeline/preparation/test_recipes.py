@@ -81,6 +81,15 @@ def reviews(folder: Path) -> None:
             (own / f"{number}_1.txt").write_text(text, encoding="utf-8")
 
 
+def papers(folder: Path) -> None:
+    """Without a header and with quotes that are text, as in the release."""
+    (folder / "tsv_data").mkdir()
+    for split in ("train", "eval", "test"):
+        texts = rows(ENGLISH.replace("\n", " "))
+        lines = [f'{number % 2}.0\ta\tb\t"{text}\t{text}"' for number, text in enumerate(texts)]
+        (folder / f"tsv_data/new_aan_pairs.{split}.tsv").write_text("\n".join(lines), encoding="utf-8")
+
+
 # What makes the set, and by source how many documents are sampled and which are dropped.
 Found = Mapping[str, tuple[int, Mapping[str, int]]]
 ZH = (NUM + 2, {"size": 2})  # a menu, and an English page
@@ -91,6 +100,7 @@ SETS: dict[str, tuple[Any, Found]] = {
     "wikipedia": (wikipedia, {"wikipedia-en": (NUM + 1, {"size": 1}), "wikipedia-zh": (NUM + 1, {"size": 1})}),
     "bilingual": (bilingual, {"english": (NUM, {}), "chinese": ZH}),
     "lra-text": (reviews, {"imdb": (2 * NUM, {}), "imdb-test": (2 * NUM, {})}),
+    "lra-retrieval": (papers, {"aan": (NUM, {}), "aan-eval": (NUM, {}), "aan-test": (NUM, {})}),
 }
 
 
