@@ -207,8 +207,8 @@ class Predictor:
             align = self._forward.align
             width = -(-max(map(_length, batch)) // align) * align
             rows = [Rows(columns=columns([row], 0, width, filler=0)) for row in batch]
-            for row, made in zip(batch, rows, strict=True) if seconds is not None else ():
-                for node, column in row:
+            if seconds is not None:
+                for (node, column), made in ((one, made) for row, made in zip(batch, rows, strict=True) for one in row):
                     # Packed as one, read as two.
                     second = seconds[node.number]
                     made.columns.positions[0, column + second : column + len(node.inputs)] -= second

@@ -25,7 +25,8 @@ class Csv(InputFormat):
     """With commas."""
 
     delimiter = ","
-    quotes_without_header = csv.QUOTE_MINIMAL
+    quotes_are_text = False
+    """Of files without a header."""
 
     def read(self, file_range: FileRange, reading: Reading) -> Iterator[RawDocument | PartBegin]:
         """Its records after the first."""
@@ -33,8 +34,8 @@ class Csv(InputFormat):
         csv.field_size_limit(_NO_LIMIT)
         with file.path.open("rb", buffering=0) as content:
             feed = _Lines(contents(content, file, reading), file.id, reading)
-            quotes = csv.QUOTE_MINIMAL if options.columns is None else self.quotes_without_header
-            records = csv.reader(feed, delimiter=self.delimiter, quoting=quotes)
+            plain = options.columns is not None and self.quotes_are_text
+            records = csv.reader(feed, delimiter=self.delimiter, quoting=csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL)
             try:
                 header = reading.begin.known or options.columns or next(records, None)
                 missing = [name for name in options.text_fields if header is not None and name not in header]
@@ -71,7 +72,7 @@ class Tsv(Csv):
     """With tabs."""
 
     delimiter = "\t"
-    quotes_without_header = csv.QUOTE_NONE
+    quotes_are_text = True
 
 
 class _Lines:
