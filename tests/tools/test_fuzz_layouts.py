@@ -44,7 +44,7 @@ def test_what_is_drawn_covers_every_mixer_task_and_axis() -> None:
     from lightscale.config.mixers import MIXERS
 
     drawer = Drawer(random.Random(1))
-    found = pairs(draw_valid(drawer, "stores") for _ in range(600))
+    found = pairs(draw_valid(drawer, "stores") for _ in range(900))
     axes = ("tensor", "pipeline", "sequence", "data")
     missing = [(name, axis) for name in MIXERS for axis in axes if not found[f"model.mixer = {name}", axis]]
     missing += [(name, axis) for name in DRAWN_TASKS for axis in axes if not found[f"task.name = {name}", axis]]

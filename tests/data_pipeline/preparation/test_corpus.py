@@ -46,9 +46,9 @@ def test_the_example_in_the_reference_has_every_key_with_its_default(tmp_path: P
     assert found is not None
     text = found[1]
     (tmp_path / "corpus.toml").write_text(text)
-    assert list(load_corpus(tmp_path / "corpus.toml").sources) == ["wiki", "novels"]
+    assert list(load_corpus(tmp_path / "corpus.toml").sources) == ["wiki", "novels", "papers"]
     table = tomllib.loads(text)
-    first = table["sources"]["wiki"]
+    first = table["sources"]["wiki"] | table["sources"]["papers"]
     for section, shown in ((Corpus, table), (DuplicatesConfig, table["duplicates"]), (SourceConfig, first)):
         assert set(shown) == set(section.model_fields)
         for name, field in section.model_fields.items():
