@@ -1,4 +1,4 @@
-"""Shipped runs, but those of pairs, can be exported: the plain model has a place for each parameter, of the same shape."""
+"""Shipped runs can be exported, but those of pairs: the plain model has a place for each parameter, of its shape."""
 
 from pathlib import Path
 
