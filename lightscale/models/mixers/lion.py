@@ -74,6 +74,15 @@ def retnet_log_decays(num_heads: int) -> Tensor:
     return torch.log1p(-torch.pow(2.0, -5 - torch.arange(num_heads, dtype=torch.float64)))
 
 
+def s4d_real_logits(num_heads: int, channels: int, generator: torch.Generator) -> Tensor:
+    """b with σ(b) = exp(-(n + 1) Δ) in channel n of a head, (h, v) fp32: S4D-Real's rates (arXiv 2206.11893).
+
+    Δ of each head is drawn log-uniformly from 0.001 to 0.1.
+    """
+    log_step = torch.empty(num_heads, 1).uniform_(math.log(0.001), math.log(0.1), generator=generator)
+    return -torch.expm1(log_step.exp() * torch.arange(1, channels + 1)).log()
+
+
 class LionLIT(Mixer):
     """(n / tensor, b, d) -> (n / tensor, b, d), without decays; base class of LION's mixers."""
 
@@ -183,8 +192,7 @@ class LionS(LionLIT):
         self.forget_proj = column_parallel(
             config, model.hidden_size, width, std=model.init_std, group=self.group, bias=True
         )
-        logit = math.log(own.initial_decay / (1 - own.initial_decay))
-        set_initializer(self.forget_proj.bias, lambda weight, generator: weight.fill_(logit))
+        set_initializer(self.forget_proj.bias, functools.partial(_draw_decays, own.initial_decay, model.num_heads))
 
     def _gated(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.forget_proj(x)[0].transpose(0, 1)
@@ -194,3 +202,11 @@ class LionS(LionLIT):
             k = k * torch.sigmoid(-logits)[..., None].to(k.dtype)
         # Channels are ordered head by head, as those of the values.
         return k, F.logsigmoid(logits.unflatten(-1, k.shape[2:]) if self.vector_decay else logits)
+
+
+def _draw_decays(initial: float | str, num_heads: int, bias: Tensor, generator: torch.Generator) -> None:
+    """Fill the whole bias of the decays' logits: (h,), or by channel (h v,), head by head."""
+    if isinstance(initial, str):
+        bias.copy_(s4d_real_logits(num_heads, len(bias) // num_heads, generator).flatten())
+    else:
+        bias.fill_(math.log(initial / (1 - initial)))

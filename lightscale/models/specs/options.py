@@ -143,8 +143,9 @@ class LionSOptions(LionOptions):
     """Of two tokens whose decay counts between them, either way: the one that is left, as in the code, or entered."""
     input_gate: bool = False
     """Multiply keys by 1 - a of their token, as in Gated RFA (equation 135)."""
-    initial_decay: Fraction = 0.5
-    """Initial value of decays, between 0 and 1; 0.5 in the authors' code."""
+    initial_decay: Fraction | Literal["s4d-real"] = 0.5
+    """Initial value of decays, between 0 and 1; 0.5 in the authors' code; s4d-real, with vector_decay: exp(-(n + 1) Δ)
+    in channel n of a head, with Δ of each head drawn log-uniformly from 0.001 to 0.1, as in S4D (arXiv 2206.11893)."""
     vector_decay: bool = False
     """Use one decay per value channel of a head and token, not one for all channels (C.7, equation 136)."""
 
@@ -152,6 +153,11 @@ class LionSOptions(LionOptions):
     def _check_decay(self) -> Self:
         if self.initial_decay == 0:
             raise ValueError("initial_decay = 0.0: a sigmoid is never 0; use 0.5, or a value above 0")
+        if self.initial_decay == "s4d-real" and not self.vector_decay:
+            raise ValueError(
+                'initial_decay = "s4d-real" with vector_decay = false: decays differ by channel; use vector_decay = '
+                "true, or a number"
+            )
         if self.vector_decay and self.input_gate:
             raise ValueError(
                 "input_gate = true with vector_decay = true: keys are multiplied by one number (equation 135); use "

@@ -13,7 +13,7 @@ import torch
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.errors import UserError
-from lightscale.models.mixers.lion import features, retnet_log_decays
+from lightscale.models.mixers.lion import features, retnet_log_decays, s4d_real_logits
 
 ROOT = Path(__file__).resolve().parents[3]
 plain = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "plain_models.py")))
@@ -46,7 +46,9 @@ MODELS = {
         }
     ),
     "vector": stack({"lion-s": {"vector_decay": True}}),
-    "vector, other forms": stack({"lion-s": {"vector_decay": True, "gate": "enter", "scale": False}}),
+    "vector, other forms": stack(
+        {"lion-s": {"vector_decay": True, "gate": "enter", "scale": False, "initial_decay": "s4d-real"}}
+    ),
 }
 
 
@@ -82,6 +84,19 @@ def test_decays_of_lion_s_begin_where_the_options_say(built: dict[str, Any]) -> 
         torch.testing.assert_close(bias.sigmoid(), torch.full_like(bias, decay), rtol=1e-7, atol=1e-7)
 
 
+def test_decays_by_channel_begin_as_those_of_s4d(built: dict[str, Any]) -> None:
+    name = "decoder.layers.1.self_attention.forget_proj.bias"
+    rates = -built["vector, other forms"]["initial"][name].double().sigmoid().log().view(3, -1)
+    steps = rates[:, :1]
+    torch.testing.assert_close(rates, steps * torch.arange(1, rates.size(1) + 1), rtol=1e-5, atol=0.0)
+    drawn = -s4d_real_logits(4000, 1, torch.Generator().manual_seed(0)).double().sigmoid().log()
+    for found in (steps, drawn):
+        assert 0.001 * 0.999 < found.min() < found.max() < 0.1 * 1.001
+    assert len(steps.unique()) == len(steps), "each head has its own"
+    # As many below the middle of the logarithms, 0.01, as above.
+    assert abs(float((drawn < 0.01).double().mean()) - 0.5) < 0.03
+
+
 def test_decays_of_lion_retnet_are_retnets() -> None:
     decays = retnet_log_decays(8).exp()
     expected = [31 / 32, 63 / 64, 127 / 128, 255 / 256, 511 / 512, 1023 / 1024, 2047 / 2048, 4095 / 4096]
@@ -109,13 +124,14 @@ def test_features_are_rounded_once(kind: str) -> None:
         ),
         (["model.mixer_options.lion-s.initial_decay=0"], r"a sigmoid is never 0; use 0\.5"),
         (["model.mixer_options.lion-s.initial_decay=1"], r"initial_decay = 1: must be a number >= 0 and < 1"),
+        (["model.mixer_options.lion-s.initial_decay=s4d-real"], r"decays differ by channel; use vector_decay = true"),
         (
             ["model.mixer_options.lion-s.vector_decay=true", "model.mixer_options.lion-s.input_gate=true"],
             r"keys are multiplied by one number \(equation 135\); use vector_decay = false, or input_gate = false",
         ),
         (["model.mixer_options.lion-s.gate=both"], r'gate = "both".*"leave".*"enter"'),
     ],
-    ids=["causal", "no features", "never 0", "never 1", "two gates", "gate"],
+    ids=["causal", "no features", "never 0", "never 1", "by channel", "two gates", "gate"],
 )
 def test_what_does_not_fit_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
