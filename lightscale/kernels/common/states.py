@@ -63,6 +63,14 @@ def without_state(row_gradients: Callable[_P, tuple[_R, Any]]) -> Callable[_P, _
     return grad_bwd
 
 
+def kept_states(states: list[Tensor], v: Tensor) -> list[Tensor]:
+    """The states of a forward pass that its backward pass gets: ``states``, unless they are larger than v (B, T, H, V).
+
+    Without them the backward pass computes the states from left to right once more.
+    """
+    return states if sum(state.numel() for state in states) <= v.numel() else []
+
+
 def state_or_zeros(state: Tensor | None, q: Tensor, v: Tensor, key_width: int | None = None) -> Tensor:
     """A copy of ``state`` (B, H, K, V) in the states' dtype, or zeros for rows of q (B, T, H, K), v (B, T, H, V).
 

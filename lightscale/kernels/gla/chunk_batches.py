@@ -86,8 +86,10 @@ class GLAChunkBatch(Chunks):
         states = state.new_empty(self.num_chunks + 1, *state.shape)
         states[0] = state
         torch.bmm(k_out.flatten(0, 2).mT, v.flatten(0, 2), out=states[1:].flatten(0, 2))
-        for chunk in range(self.num_chunks):
-            self._add_passed_(states[chunk + 1], states[chunk], through, chunk)
+        before, *behind = states.unbind(0)
+        for chunk, (state_behind, decay) in enumerate(zip(behind, through.unbind(0), strict=True)):
+            self._add_passed_(state_behind, before, decay, chunk)
+            before = state_behind
         return states
 
     def scan_back(self, q_in: Tensor, do: Tensor, through: Tensor, dstate: Tensor) -> Tensor:
@@ -98,15 +100,17 @@ class GLAChunkBatch(Chunks):
         dstates = dstate.new_empty(self.num_chunks + 1, *dstate.shape)
         dstates[-1] = dstate
         torch.bmm(q_in.flatten(0, 2).mT, do.flatten(0, 2), out=dstates[:-1].flatten(0, 2))
-        for chunk in reversed(range(self.num_chunks)):
-            self._add_passed_(dstates[chunk], dstates[chunk + 1], through, chunk)
+        *before, behind = dstates.unbind(0)
+        for chunk, (dstate_before, decay) in reversed([*enumerate(zip(before, through.unbind(0), strict=True))]):
+            self._add_passed_(dstate_before, behind, decay, chunk)
+            behind = dstate_before
         return dstates
 
-    def _add_passed_(self, share: Tensor, running: Tensor, through: Tensor, chunk: int) -> None:
+    def _add_passed_(self, share: Tensor, running: Tensor, decay: Tensor, chunk: int) -> None:
         if self.masks is None:
-            share.addcmul_(running, through[chunk])
+            share.addcmul_(running, decay)
         else:
-            share.add_((running * through[chunk]).masked_fill_(~self.masks.through[chunk], 0.0))
+            share.add_((running * decay).masked_fill_(~self.masks.through[chunk], 0.0))
 
     def decay_gradient(
         self, inside: Tensor, leaving: Tensor, through: Tensor, states: Tensor, dstates: Tensor

@@ -9,6 +9,7 @@ log_decay is (B, T, H, K). T may be 0. cu_seqlens (N+1,) are the boundaries of d
 number of tokens of a chunk.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import (
     Arriving,
     arrived,
+    kept_states,
     state_dtype,
     state_or_zeros,
     without_autocast,
@@ -67,15 +69,19 @@ def out_fwd(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    entering: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs o (B, T, H, V) of a row that S_in (B, H, K, V) enters, and the state that leaves it.
 
     Args:
         S_in: zero when None; only the row's first document reads it.
+        entering: receives the states that enter the batches behind the first, for ``row_gradients``.
     """
     state = state_or_zeros(S_in, q, v)
     o = v.new_empty(v.shape)
     for batch in chunk_batches(q, v, cu_seqlens, chunk_size):
+        if entering is not None and batch.start:
+            entering.append(state)
         q_g, k_g, v_g = batch.load(q), batch.load(k), batch.load(v)
         decays = batch.decays(log_decay)
         q_in = q_g * decays.upto
@@ -194,25 +200,26 @@ def row_gradients(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    entering: Sequence[Tensor] = (),
 ) -> tuple[GLAGradients, Tensor]:
     """The gradients of a row's q, k, v, log_decay and incoming state.
 
     Args:
         S_in: the state (B, H, K, V) that entered the row; zero when None.
         dS_end: the cotangent (B, H, K, V) of the state that left it, or a function that waits for it; zero when None.
-
+        entering: the states that entered the batches behind the first, from ``out_fwd``; without them they are
+            computed again.
     """
     batches = chunk_batches(q, v, cu_seqlens, chunk_size)
-    # First from left to right, with one saved state per batch. The way back recomputes the states inside a batch, so
-    # that the memory does not grow with the number of chunks.
-    entering = [state_or_zeros(S_in, q, v)]
-    for batch in batches[:-1]:
-        entering.append(batch.leave(k, v, log_decay, entering[-1]))
+    # One state per batch: the way back recomputes the states inside it, so that a state is kept for many chunks.
+    states = [state_or_zeros(S_in, q, v), *entering]
+    for batch in batches[len(states) - 1 : -1]:
+        states.append(batch.leave(k, v, log_decay, states[-1]))
 
     dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
     dstate = state_or_zeros(arrived(dS_end), q, v)
     for batch in reversed(batches):
-        gradients = _batch_gradients(batch, (q, k, v, log_decay, do), entering.pop(), dstate)
+        gradients = _batch_gradients(batch, (q, k, v, log_decay, do), states.pop(), dstate)
         for out, x in zip((dq, dk, dv, dlog_decay), gradients[:4], strict=True):
             batch.store(out, x)
         dstate = gradients.state
@@ -235,21 +242,23 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, S: Tensor
 
 
 class ChunkedGLA(torch.autograd.Function):
-    """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
+    """``out_fwd`` and ``row_gradients`` as one differentiable call; the inputs and ``kept_states`` are saved."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """(o, final state) of q, k, v, log_decay, initial_state, cu_seqlens, chunk_size; see ``out_fwd``."""
         *tensors, ctx.chunk_size = inputs
-        ctx.save_for_backward(*tensors)
+        entering: list[Tensor] = []
+        found = out_fwd(*tensors, chunk_size=ctx.chunk_size, entering=entering)
+        ctx.save_for_backward(*tensors, *kept_states(entering, tensors[2]))
         ctx.set_materialize_grads(False)
-        return out_fwd(*tensors, chunk_size=ctx.chunk_size)
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
-        q, k, v, log_decay, initial_state, cu_seqlens = ctx.saved_tensors
+        q, k, v, log_decay, initial_state, cu_seqlens, *entering = ctx.saved_tensors
         gradients, dS_in = row_gradients(
             q,
             k,
@@ -260,5 +269,6 @@ class ChunkedGLA(torch.autograd.Function):
             dstate,
             cu_seqlens,
             chunk_size=ctx.chunk_size,
+            entering=entering,
         )
         return *gradients, dS_in if ctx.needs_input_grad[4] else None, None, None

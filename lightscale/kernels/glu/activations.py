@@ -17,23 +17,30 @@ def check_activation(name: str, activation: str) -> None:
         raise UserError(f"{name} must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """The activation of x: x itself, 1 / (1 + e^-x), x / (1 + e^-x), or GELU (arXiv 1606.08415), by erf or tanh."""
+def activate(x: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+    """The activation of x: x itself, 1 / (1 + e^-x), x / (1 + e^-x), or GELU (arXiv 1606.08415), by erf or tanh.
+
+    Args:
+        x: any shape.
+        activation: one of ``ACTIVATIONS``.
+        out: receives the values; None for a new tensor, or x itself where nothing is computed.
+    """
     if activation == "none":
-        return x
+        return x if out is None else out.copy_(x)
+    # Contiguous: of half a projection PyTorch's own result is written more slowly.
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if activation in _APPROXIMATE:
-        return torch.nn.functional.gelu(x, approximate=_APPROXIMATE[activation])
-    return torch.sigmoid(x) if activation == "sigmoid" else torch.nn.functional.silu(x)
+        return torch.ops.aten.gelu(x, approximate=_APPROXIMATE[activation], out=out)
+    return torch.sigmoid(x, out=out) if activation == "sigmoid" else torch.ops.aten.silu(x, out=out)
 
 
-def activate_bwd(x: Tensor, dvalue: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activation of x (any shape), and dx from the activation's cotangent ``dvalue``, of x's dtype."""
-    value = activate(x, activation)
-    if activation == "none":
-        return value, dvalue
+def activate_bwd_(x: Tensor, value: Tensor, dvalue: Tensor, activation: str) -> Tensor:
+    """Overwrite the cotangent ``dvalue`` of ``value`` = activation(x) with the gradient of x."""
     # PyTorch's own backward passes: one pass over memory each.
     if activation == "sigmoid":
-        return value, torch.ops.aten.sigmoid_backward(dvalue, value)
-    if activation in _APPROXIMATE:
-        return value, torch.ops.aten.gelu_backward(dvalue, x, approximate=_APPROXIMATE[activation])
-    return value, torch.ops.aten.silu_backward(dvalue, x)
+        torch.ops.aten.sigmoid_backward(dvalue, value, grad_input=dvalue)
+    elif activation in _APPROXIMATE:
+        torch.ops.aten.gelu_backward(dvalue, x, approximate=_APPROXIMATE[activation], grad_input=dvalue)
+    elif activation == "silu":
+        torch.ops.aten.silu_backward(dvalue, x, grad_input=dvalue)
+    return dvalue

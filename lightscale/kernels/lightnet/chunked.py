@@ -9,7 +9,7 @@ angles have theta (H, K) and positions (B, T), or are None. T may be 0. cu_seqle
 documents, or None. chunk_size is the number of tokens of a chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightscale.kernels.common.angles import Angles, Phases, angles_of, features, phases_at, phases_of, theta_gradient
+from lightscale.kernels.common.chunks import Chunks
 from lightscale.kernels.common.documents import numbers_or_none
-from lightscale.kernels.common.states import Arriving, arrived, state_dtype, without_state
-from lightscale.kernels.lightnet.factors import LightNetChunkBatch, chunk_batches
+from lightscale.kernels.common.states import Arriving, arrived, kept_states, state_dtype, without_state
+from lightscale.kernels.lightnet.factors import LightNetChunkBatch, chunk_batches, weigh
 from lightscale.kernels.lightnet.initial_z import initial_z_gradient
 from lightscale.kernels.lightnet.state import (
     LightNetState,
@@ -63,6 +64,14 @@ def turning(x: Tensor, dfeatures: Tensor, phases: Phases) -> Tensor:
     return x * torch.addcmul(second * phases[0], first, phases[1], value=-1)
 
 
+class BatchStart(NamedTuple):
+    """The chunks of a batch, and the state that enters them."""
+
+    cut: Chunks
+    z: Tensor  # (B, H, K), fp64
+    S: Tensor  # (B, H, R, V), 0 where z is -inf
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Row:
     """The keys and values of a row, and the scan over them that all passes share."""
@@ -96,6 +105,12 @@ class _Row:
         width = max(self.state_rows, self.v.shape[3])
         return chunk_batches(self.k, z, self.documents, width=width, chunk_size=self.chunk_size, dtype=self.dtype)
 
+    def batch_at(self, start: BatchStart) -> LightNetChunkBatch:
+        """The batch of ``walk`` that begins at ``start``."""
+        batch = weigh(start.cut, self.k, start.z, self.documents, self.dtype)
+        assert batch is not None, "a batch of walk"
+        return batch
+
     def load(self, batch: LightNetChunkBatch, x: Tensor) -> Tensor:
         return batch.cut.copied(x, self.dtype)
 
@@ -118,8 +133,7 @@ class _Row:
 
     def scan_states(self, batch: LightNetChunkBatch, keys: Tensor, v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """The states (B, G, H, R, V) that enter the chunks, in units of their references, and the state that leaves."""
-        states = batch.outgoing(keys).mT @ v
-        return states, batch.scan_(states, S)
+        return batch.scan(batch.outgoing(keys).mT @ v, S)
 
 
 def _row(k: Tensor, v: Tensor, angles: Angles | None, cu_seqlens: Tensor | None, chunk_size: int) -> _Row:
@@ -167,17 +181,21 @@ def out_fwd(
     cu_seqlens: Tensor | None = None,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    starts: list[BatchStart] | None = None,
 ) -> tuple[Tensor, LightNetState]:
     """The outputs o (B, T, H, V) of a row that ``state_in`` enters, and the state that leaves it.
 
     Args:
         state_in: z (B, H, K) and S (B, H, R, V), empty when None; only the row's first document reads it.
+        starts: receives the start of each batch, for ``row_gradients``.
     """
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         z, S = row.entering(state_in)
         o = v.new_empty(v.shape)
         for batch in row.walk(z):
+            if starts is not None:
+                starts.append(BatchStart(batch.cut, batch.z_start, S))
             phases_g, v_g = row.load_phases(batch), row.load(batch, v)
             queries = rotate(row.load(batch, q).mul_(batch.reads), phases_g)
             keys = rotate(batch.writes, phases_g)
@@ -193,45 +211,60 @@ class _Reads(NamedTuple):
     """Intermediate results of a batch's queries in the backward pass."""
 
     queries: Tensor  # (B, G, H, L, R): φ(q e^{r - z})
-    keys: Tensor  # (B, G, H, L, R): φ(e^{k - r})
     dscores: Tensor  # (B, G, H, L, L)
     dqueries: Tensor  # (B, G, H, L, R)
     dq: Tensor  # (B, G, H, L, K)
     losses: Tensor  # (B, G, H, L, K): q ⊙ dq e^{r - z}, minus the cotangent of z_t in the chunk's units
 
 
-def _read_gradients(
-    row: _Row, batch: LightNetChunkBatch, states: Tensor, q: Tensor, v: Tensor, do: Tensor, phases: Phases | None
-) -> _Reads:
-    queries, keys = rotate(q * batch.reads, phases), rotate(batch.writes, phases)
+class _Loaded(NamedTuple):
+    """Inputs of a batch in the backward pass, and the states that enter its chunks."""
+
+    q: Tensor  # (B, G, H, L, K)
+    v: Tensor  # (B, G, H, L, V)
+    do: Tensor  # (B, G, H, L, V)
+    phases: Phases | None
+    keys: Tensor  # (B, G, H, L, R): φ(e^{k - r})
+    states: Tensor  # (B, G, H, R, V), in units of their references
+
+
+def _loaded(row: _Row, batch: LightNetChunkBatch, q: Tensor, do: Tensor, S: Tensor) -> _Loaded:
+    phases = row.load_phases(batch)
+    q_g, v_g, do_g = (row.load(batch, x) for x in (q, row.v, do))
+    keys = rotate(batch.writes, phases)
+    states, _ = row.scan_states(batch, keys, v_g, S)
+    return _Loaded(q_g, v_g, do_g, phases, keys, states)
+
+
+def _read_gradients(batch: LightNetChunkBatch, loaded: _Loaded) -> _Reads:
+    q, v, do, phases, keys, states = loaded
+    queries = rotate(q * batch.reads, phases)
     dscores = batch.causal_(do @ v.mT)
     dqueries = dscores @ keys
     batch.add_incoming_(dqueries, do, states.mT)
     # Outputs depend on z_t through reads_t alone, and reads ∂/∂reads = q ∂/∂q: hence ``losses`` from q ⊙ dq, without
     # the gradient of a logarithm.
     dq = rotate_back(dqueries, phases).mul_(batch.reads)
-    return _Reads(queries, keys, dscores, dqueries, dq, (q * dq).mul_(batch.reads))
+    return _Reads(queries, dscores, dqueries, dq, (q * dq).mul_(batch.reads))
 
 
-def _states_by_batch(row: _Row, state: LightNetState) -> list[tuple[LightNetChunkBatch, Tensor]]:
-    """The chunk batches, each with the states (B, G, H, R, V) that enter its chunks in units of their references."""
-    S = state.S
-    by_batch = []
+def _starts(row: _Row, state: LightNetState) -> list[BatchStart]:
+    """The starts of the batches of a row that ``state`` enters."""
+    found, S = [], state.S
     for batch in row.walk(state.z):
+        found.append(BatchStart(batch.cut, batch.z_start, S))
         keys = rotate(batch.writes, row.load_phases(batch))
-        states, S = row.scan_states(batch, keys, row.load(batch, row.v), S)
-        by_batch.append((batch, states))
-    return by_batch
+        _, S = row.scan_states(batch, keys, row.load(batch, row.v), S)
+    return found
 
 
 def _scan_cotangents(
     batch: LightNetChunkBatch, reads: _Reads, do: Tensor, running: StateCotangent
 ) -> tuple[StateCotangent, StateCotangent]:
     """Cotangents of the chunks' leaving states, in units of their references, and of the batch's entering state."""
-    by_chunk = StateCotangent(U=batch.incoming(reads.queries).mT @ do, R=batch.incoming(reads.losses).sum(-2))
-    U = batch.scan_(by_chunk.U, running.U, reverse=True)
-    R = batch.scan_(by_chunk.R, running.R, reverse=True)
-    return by_chunk, StateCotangent(U, R)
+    U, U_before = batch.scan(batch.incoming(reads.queries).mT @ do, running.U, reverse=True)
+    R, R_before = batch.scan(batch.incoming(reads.losses).sum(-2), running.R, reverse=True)
+    return StateCotangent(U, R), StateCotangent(U_before, R_before)
 
 
 @torch.no_grad()
@@ -256,10 +289,10 @@ def state_bwd(
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
         running = StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
-        for batch, states in reversed(_states_by_batch(row, entering)):
-            q_g, v_g, do_g = (row.load(batch, x) for x in (q, v, do))
-            reads = _read_gradients(row, batch, states, q_g, v_g, do_g, row.load_phases(batch))
-            _, running = _scan_cotangents(batch, reads, do_g, running)
+        for start in reversed(_starts(row, entering)):
+            batch = row.batch_at(start)
+            loaded = _loaded(row, batch, q, do, start.S)
+            _, running = _scan_cotangents(batch, _read_gradients(batch, loaded), loaded.do, running)
         return running
 
 
@@ -286,6 +319,7 @@ def row_gradients(
     *,
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    starts: Sequence[BatchStart] = (),
 ) -> tuple[LightNetGradients, StateCotangent]:
     """The gradients of a row's q, k and v, in their dtypes, of its incoming state and, on request, of theta.
 
@@ -294,20 +328,20 @@ def row_gradients(
         cotangent: (dS, ρ) of the state that left it, in the exchanged form, or a function that waits for it; zero when
             None.
         with_theta: compute dtheta; needs angles.
+        starts: the starts of all batches, from ``out_fwd``; without them they are computed again.
     """
     with torch.autocast(q.device.type, enabled=False):
         row = _row(k, v, angles, cu_seqlens, chunk_size)
         entering = row.entering(state_in)
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         dtheta = q.new_zeros(angles.theta.shape, dtype=torch.float64) if with_theta and angles is not None else None
-        by_batch = _states_by_batch(row, entering)
+        starts = starts or _starts(row, entering)
         running = arrived(cotangent) or StateCotangent(torch.zeros_like(entering.S), torch.zeros_like(entering.z))
-        while by_batch:
-            # Popped, so that a batch's weights and states are freed after their use.
-            batch, states = by_batch.pop()
-            q_g, v_g, do_g = (row.load(batch, x) for x in (q, v, do))
-            phases_g = row.load_phases(batch)
-            reads = _read_gradients(row, batch, states, q_g, v_g, do_g, phases_g)
+        for start in reversed(starts):
+            batch = row.batch_at(start)
+            loaded = _loaded(row, batch, q, do, start.S)
+            reads = _read_gradients(batch, loaded)
+            q_g, v_g, do_g, phases_g, keys, _ = loaded
             leaving, running = _scan_cotangents(batch, reads, do_g, running)
 
             dkeys = reads.dscores.mT @ reads.queries
@@ -321,8 +355,8 @@ def row_gradients(
             lost = batch.suffix_sums(reads.losses) + batch.outgoing(leaving.R.unsqueeze(-2).expand_as(q_g))
             dk_g = rotate_back(dkeys, phases_g).sub_(lost).mul_(batch.writes)
 
-            dv_g = batch.causal_(reads.queries @ reads.keys.mT).mT @ do_g
-            batch.add_outgoing_(dv_g, reads.keys, leaving.U)
+            dv_g = batch.causal_(reads.queries @ keys.mT).mT @ do_g
+            batch.add_outgoing_(dv_g, keys, leaving.U)
             for out, x in ((dq, reads.dq), (dk, dk_g), (dv, dv_g)):
                 batch.cut.store(out, x)
         return LightNetGradients(dq, dk, dv, dtheta), running
@@ -350,7 +384,7 @@ def recurrent_step(
 
 
 class ChunkedLightNetAttention(torch.autograd.Function):
-    """``out_fwd`` and ``row_gradients`` as one differentiable call; the inputs and the final state are saved."""
+    """``out_fwd`` and ``row_gradients`` as one call; saves inputs, the final state, and starts of batches."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -358,8 +392,12 @@ class ChunkedLightNetAttention(torch.autograd.Function):
         *tensors, ctx.chunk_size = inputs
         q, k, v, theta, positions, z, S, cu_seqlens = tensors
         state_in = None if z is None or S is None else LightNetState(z, S)
-        o, end = out_fwd(q, k, v, angles_of(theta, positions), state_in, cu_seqlens, chunk_size=ctx.chunk_size)
-        ctx.save_for_backward(*tensors, *end)
+        starts: list[BatchStart] = []
+        options: Any = {"chunk_size": ctx.chunk_size, "starts": starts}
+        o, end = out_fwd(q, k, v, angles_of(theta, positions), state_in, cu_seqlens, **options)
+        kept = kept_states([start.S for start in starts], v)
+        ctx.cuts = [start.cut for start in starts[: len(kept)]]
+        ctx.save_for_backward(*tensors, *end, *[start.z for start in starts[: len(kept)]], *kept)
         ctx.set_materialize_grads(False)
         return o, end.z, end.S
 
@@ -367,7 +405,9 @@ class ChunkedLightNetAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dz: Tensor | None, dS: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
-        q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end = ctx.saved_tensors
+        q, k, v, theta, positions, z, S, cu_seqlens, z_end, S_end, *kept = ctx.saved_tensors
+        num_batches = len(ctx.cuts)
+        starts = [BatchStart(*one) for one in zip(ctx.cuts, kept[:num_batches], kept[num_batches:], strict=True)]
         angles = angles_of(theta, positions)
         do = torch.zeros_like(v) if do is None else do
         dz = torch.zeros_like(z_end) if dz is None else dz
@@ -385,6 +425,7 @@ class ChunkedLightNetAttention(torch.autograd.Function):
             cu_seqlens,
             with_theta=with_theta,
             chunk_size=ctx.chunk_size,
+            starts=starts,
         )
         dtheta = None if gradients.theta is None else gradients.theta.to(theta.dtype)
         dz_in, dS_in = None, None

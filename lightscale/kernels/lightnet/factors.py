@@ -40,6 +40,7 @@ class LightNetChunkBatch:
     reads: Tensor  # (B, G, H, L, K): e^{r - z_t}, at most e^MAX_RISE; 0 before the first write
     enter: Tensor  # (B, G, H, K): e^{z - r} of the state that enters the chunk, at most 1
     leave: Tensor  # (B, G, H, K): e^{r - z} of the state that leaves it
+    z_start: Tensor  # (B, H, K), fp64: z before the first chunk
     z_end: Tensor  # (B, H, K), fp64: z after the last chunk
 
     def causal_(self, scores: Tensor) -> Tensor:
@@ -72,26 +73,34 @@ class LightNetChunkBatch:
             sums.select(-2, t).add_(sums.select(-2, t + 1).masked_fill(ends, 0.0))
         return sums
 
-    def scan_(self, shares: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
+    def scan(self, shares: Tensor, running: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """Pass a state, or the cotangent of one, through the chunks.
 
-        ``shares`` (B, G, H, *) holds each chunk's share, in units of its reference point. The call overwrites it, in
-        the same units: forward with the state that enters the chunk, in reverse with the cotangent of the state that
-        leaves it. Returns the state behind the last chunk.
+        ``shares`` (B, G, H, *) holds each chunk's share, in units of its reference point. Returns, in the same units
+        and shape, the state that enters each chunk, or in reverse the cotangent of the state that leaves it, and the
+        state behind the last chunk.
         """
-        first, second = (self.leave, self.enter) if reverse else (self.enter, self.leave)
-        first, second = (_like(x, shares) for x in (first, second))
-        chunks = range(shares.shape[1])
-        for chunk in reversed(chunks) if reverse else chunks:
-            share = shares[:, chunk]
-            received = running * first[:, chunk]
-            passed = received
-            if self.masks is not None:
-                through = self.masks.through[:, chunk].view(-1, *[1] * (received.dim() - 1))
-                passed = received.masked_fill(~through, 0.0)
-            running = share.add_(passed).mul(second[:, chunk])
-            share.copy_(received)
-        return running
+        # From the units of a chunk to those of the next one.
+        if reverse:
+            first, factors = self.leave[:, -1], self.enter.clone()
+            factors[:, 1:] *= self.leave[:, :-1]
+        else:
+            first, factors = self.enter[:, 0], self.leave.clone()
+            factors[:, :-1] *= self.enter[:, 1:]
+        received = torch.empty_like(shares)
+        # Views of all chunks at once: a view costs as much as a sum of small states.
+        chunks = [*zip(shares.unbind(1), _like(factors, shares).unbind(1), received.unbind(1), strict=True)]
+        through = [None] * len(chunks) if self.masks is None else [*self.masks.through.unbind(1)]
+        if reverse:
+            chunks.reverse()
+            through.reverse()
+        torch.mul(running, _like(first, running), out=chunks[0][2])
+        behind = [*(entering for _, _, entering in chunks[1:]), torch.empty_like(running)]
+        for (share, factor, entering), passes, out in zip(chunks, through, behind, strict=True):
+            if passes is not None:
+                entering = entering.masked_fill(~passes.view(-1, *[1] * (entering.dim() - 1)), 0.0)
+            torch.add(entering, share, out=out).mul_(factor)
+        return received, behind[-1]
 
 
 def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) -> None:
@@ -101,11 +110,11 @@ def _add_product_(out: Tensor, x: Tensor, state: Tensor, kept: Tensor | None) ->
         out.add_((x @ state).masked_fill_(~kept, 0.0))
 
 
-def _like(weights: Tensor, shares: Tensor) -> Tensor:
-    """Weights (B, G, H, K) of channels, for shares (B, G, H, K) or (B, G, H, R, V)."""
-    if shares.dim() == weights.dim():
+def _like(weights: Tensor, states: Tensor) -> Tensor:
+    """Weights (…, K) of channels, for states (…, K) or (…, R, V)."""
+    if states.dim() == weights.dim():
         return weights
-    if weights.shape[-1] != shares.shape[-2]:
+    if weights.shape[-1] != states.shape[-2]:
         weights = torch.cat([weights, weights], dim=-1)
     return weights.unsqueeze(-1)
 
@@ -133,7 +142,7 @@ def chunk_batches(
     z = z.double()
     while cuts:
         cut = cuts.pop()
-        batch = _weigh(cut, k, z, documents, dtype)
+        batch = weigh(cut, k, z, documents, dtype)
         if batch is None:
             cuts += reversed(_parts(cut))
         else:
@@ -154,40 +163,45 @@ def _parts(cut: Chunks) -> list[Chunks]:
     ]
 
 
-def _weigh(
-    cut: Chunks, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torch.dtype
-) -> LightNetChunkBatch | None:
-    """The batch of a cut, or None when z rises too far inside one of its chunks."""
+def weigh(cut: Chunks, k: Tensor, z: Tensor, documents: Tensor | None, dtype: torch.dtype) -> LightNetChunkBatch | None:
+    """The batch of a cut that z enters, or None when z rises too far inside one of its chunks.
+
+    Arguments are those of ``chunk_batches``, with z in fp64.
+    """
+    z_start = z
     masks = cut.masks_by(documents)
     if masks is not None:
         masks = masks._replace(pairs=masks.pairs.tril())
-    k = cut.copied(k, dtype)
-    largest = k.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
-    writes = (k - largest.unsqueeze(-2)).exp_()
+    writes = cut.copied(k, dtype)
+    largest = writes.amax(-2).clamp_(min=_LOWEST)  # (B, G, H, K); all keys may be -inf
+    writes.sub_(largest.unsqueeze(-2)).exp_()
     # 1 / reads: sums of positive terms; no weight needs a logarithm per token.
     sums = writes.cumsum(-2) if masks is None else masks.pairs.to(dtype) @ writes
 
     local = largest.double() + sums[..., -1, :].double().log()
-    z_enter = torch.empty_like(local)
-    for chunk in range(cut.num_chunks):
-        if masks is not None:  # a state that no token of the chunk reads must not raise the reference point
-            z = z.masked_fill(~masks.incoming[:, chunk, :, 0], -torch.inf)
-        z_enter[:, chunk] = z
-        if masks is not None:
+    if masks is None:
+        behind = torch.logcumsumexp(torch.cat([z.unsqueeze(1), local], dim=1), dim=1)
+        z_enter, z = behind[:, :-1], behind[:, -1].clone()
+    else:
+        z_enter = torch.empty_like(local)
+        for chunk in range(cut.num_chunks):
+            # A state that no token of the chunk reads must not raise the reference point.
+            z_enter[:, chunk] = z.masked_fill(~masks.incoming[:, chunk, :, 0], -torch.inf)
             z = z.masked_fill(~masks.through[:, chunk, :, 0], -torch.inf)
-        z = torch.logaddexp(z, local[:, chunk])
+            z = torch.logaddexp(z, local[:, chunk])
 
     # At least the largest key and the entering z: then writes and enter are at most 1, and only reads can be large.
     reference = torch.maximum(largest, z_enter.to(dtype))
     enter = (z_enter - reference.double()).exp_().to(dtype)
     rescale = (largest - reference).exp_().unsqueeze(-2)
     writes.mul_(rescale)
-    sums.mul_(rescale)
-    sums += enter.unsqueeze(-2) if masks is None else enter.unsqueeze(-2) * masks.incoming
-    if _is_lost(sums, k, masks, z_enter):
+    entered = enter.unsqueeze(-2) if masks is None else enter.unsqueeze(-2) * masks.incoming
+    torch.addcmul(entered, sums, rescale, out=sums)
+    is_small = bool(sums.amin() < _LEAST_WEIGHT)
+    if is_small and _is_lost(sums, cut.tokens(k).transpose(2, 3), masks, z_enter):
         return None
     reads = sums.reciprocal_()
-    if not torch.isfinite(reads.amax()):
+    if is_small:
         reads.masked_fill_(reads == torch.inf, 0.0)
     return LightNetChunkBatch(
         cut=cut,
@@ -196,6 +210,7 @@ def _weigh(
         reads=reads,
         enter=enter,
         leave=reads[..., -1, :].clone(),
+        z_start=z_start,
         z_end=z,
     )
 
@@ -205,7 +220,7 @@ def _is_lost(sums: Tensor, k: Tensor, masks: ChunkMasks | None, z_enter: Tensor)
 
     For a single token the reference is its key or the entering z: its sum loses no digits.
     """
-    if k.shape[-2] == 1 or sums.amin() >= _LEAST_WEIGHT:
+    if k.shape[-2] == 1:
         return False
     finite = (k > -torch.inf).to(sums.dtype)
     num_written = finite.cumsum(-2) if masks is None else masks.pairs.to(sums.dtype) @ finite

@@ -10,6 +10,7 @@ log_decay is (H,) or None. T may be 0. cu_seqlens (N+1,) are the boundaries of d
 of queries and keys, or None. chunk_size is the number of tokens of a chunk.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from lightscale.kernels.common.documents import document_numbers
 from lightscale.kernels.common.states import (
     Arriving,
     arrived,
+    kept_states,
     state_dtype,
     state_or_zeros,
     without_autocast,
@@ -92,17 +94,21 @@ def out_fwd(
     *,
     angles: Angles | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    entering: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs o (B, T, H, V) of a row that S_in (B, H, F, V) enters, and the state that leaves it.
 
     Args:
         S_in: zero when None; only the row's first document reads it.
+        entering: receives the states that enter the batches behind the first, for ``row_gradients``.
     """
     decays = LightningDecays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
     width = feature_width(q, angles)
     state = state_or_zeros(S_in, q, v, width)
     o = v.new_empty(v.shape)
     for batch in chunk_batches(v, width, decays, cu_seqlens, chunk_size):
+        if entering is not None and batch.start:
+            entering.append(state)
         phases = batch.phases(angles)
         q_g, k_g, v_g = batch.load(q, phases), batch.load(k, phases), batch.load(v)
         o_g = batch.causal_(q_g @ k_g.mT) @ v_g
@@ -162,6 +168,7 @@ def row_gradients(
     with_decay: bool = False,
     with_theta: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    entering: Sequence[Tensor] = (),
 ) -> tuple[Gradients, Tensor]:
     """The gradients of a row's q, k, v, its incoming state and, on request, of log_decay and theta.
 
@@ -170,26 +177,26 @@ def row_gradients(
         dS_end: the cotangent (B, H, F, V) of the state that left it, or a function that waits for it; zero when None.
         with_decay: compute dlog_decay, which costs one more pass over the states.
         with_theta: compute dtheta; needs angles.
+        entering: the states that entered the batches behind the first, from ``out_fwd``; without them they are
+            computed again.
     """
     decays = LightningDecays(log_decay, num_heads=q.shape[2], chunk_size=chunk_size, like=q)
     width = feature_width(q, angles)
     batches = list(chunk_batches(v, width, decays, cu_seqlens, chunk_size))
-    state = state_or_zeros(S_in, q, v, width)
-    # The states of all chunks are kept, 4 KV / C bytes per token and head: as much as one input, and one pass less than
-    # a recomputation.
-    states_by_batch = []
-    for batch in batches:
-        states, state = batch.scan_states(batch.load(k, batch.phases(angles)), batch.load(v), state)
-        states_by_batch.append(states)
+    # One state per batch: the way back recomputes the states inside it.
+    before = [state_or_zeros(S_in, q, v, width), *entering]
+    for batch in batches[len(before) - 1 : -1]:
+        before.append(batch.scan_states(batch.load(k, batch.phases(angles)), batch.load(v), before[-1])[1])
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     dlog_decay = q.new_zeros(q.shape[2], dtype=torch.float64) if with_decay else None
     dtheta = q.new_zeros(angles.theta.shape, dtype=torch.float64) if with_theta and angles is not None else None
     dstate = state_or_zeros(arrived(dS_end), q, v, width)
     for batch in reversed(batches):
-        states = states_by_batch.pop()
         phases = batch.phases(angles)
         q_g, k_g, v_g, do_g = batch.load(q, phases), batch.load(k, phases), batch.load(v), batch.load(do)
+        k_out = k_g.clone()
+        states, _ = batch.scan_states(k_out, v_g, before.pop())
         scores = batch.causal_(q_g @ k_g.mT)
         dscores = do_g @ v_g.mT
         if dlog_decay is not None:
@@ -197,7 +204,7 @@ def row_gradients(
         batch.causal_(dscores)
         dq_g, dk_g, dv_g = dscores @ k_g, dscores.mT @ q_g, scores.mT @ do_g
 
-        # do_g, v_g and k_g are weighted in place from here on, each after the products that read it plain.
+        # do_g and v_g are weighted in place from here on, each after the products that read it plain.
         batch.weigh_incoming_(do_g)
         dstates = q_g.mT @ do_g
         dstate = batch.scan_(dstates, dstate, reversed(range(batch.num_chunks)))
@@ -213,7 +220,7 @@ def row_gradients(
             dlog_decay += batch.decay_gradient_of_states(q_g * dq_in, k_g * dk_out, states, dstates)
             dq_g += dq_in
             dk_g += dk_out
-        batch.add_outgoing_(dv_g, batch.weigh_outgoing_(k_g), dstates)
+        batch.add_outgoing_(dv_g, k_out, dstates)
 
         for out, x, dx in ((dq, q, dq_g), (dk, k, dk_g)):
             of_x, of_theta = batch.narrow(x, dx, angles, phases)
@@ -244,7 +251,7 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, S:
 
 
 class ChunkedLightningAttention(torch.autograd.Function):
-    """``out_fwd`` and ``row_gradients`` as one differentiable call; only the inputs are saved."""
+    """``out_fwd`` and ``row_gradients`` as one differentiable call; the inputs and ``kept_states`` are saved."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -254,16 +261,19 @@ class ChunkedLightningAttention(torch.autograd.Function):
         """
         *tensors, ctx.chunk_size = inputs
         q, k, v, log_decay, theta, positions, initial_state, cu_seqlens = tensors
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
+        entering: list[Tensor] = []
         angles = angles_of(theta, positions)
-        return out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, angles=angles, chunk_size=ctx.chunk_size)
+        options: Any = {"angles": angles, "chunk_size": ctx.chunk_size, "entering": entering}
+        found = out_fwd(q, k, v, log_decay, initial_state, cu_seqlens, **options)
+        ctx.save_for_backward(*tensors, *kept_states(entering, tensors[2]))
+        ctx.set_materialize_grads(False)
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of ``forward``'s arguments; the cotangent of an unused result is None."""
-        q, k, v, log_decay, theta, positions, initial_state, cu_seqlens = ctx.saved_tensors
+        q, k, v, log_decay, theta, positions, initial_state, cu_seqlens, *entering = ctx.saved_tensors
         with_decay, with_theta = ctx.needs_input_grad[3:5]
         gradients, dS_in = row_gradients(
             q,
@@ -278,6 +288,7 @@ class ChunkedLightningAttention(torch.autograd.Function):
             with_decay=with_decay,
             with_theta=with_theta,
             chunk_size=ctx.chunk_size,
+            entering=entering,
         )
         dlog_decay = None if gradients.log_decay is None else gradients.log_decay.to(log_decay.dtype)
         dtheta = None if gradients.theta is None else gradients.theta.to(theta.dtype)

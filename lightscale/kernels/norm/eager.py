@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightscale.kernels.common.states import state_dtype
-from lightscale.kernels.glu.activations import activate, activate_bwd
+from lightscale.kernels.glu.activations import activate, activate_bwd_
 
 WIDEST = 4096
 """Channels that a Triton program holds without spilling registers."""
@@ -86,8 +86,9 @@ def norm_bwd(inputs: NormInputs, rstd: Tensor, dy: Tensor, width: int, sums: Ten
     dgate = dweight = None
     if gate is not None:
         dvalue = dy * h if weight is None else (dy * h).mul_(weight)
-        value, dgate = activate_bwd(gate.to(rstd.dtype), dvalue, gate_activation)
-        dgate = dgate.to(gate.dtype)
+        wide_gate = gate.to(rstd.dtype)
+        value = activate(wide_gate, gate_activation)
+        dgate = activate_bwd_(wide_gate, value, dvalue, gate_activation).to(gate.dtype)
         dy = dy * value
     if weight is not None:
         dweight = (dy * h).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)

@@ -187,8 +187,10 @@ def test_autocast_does_not_touch_the_states() -> None:
     assert torch.equal(state_there, state)
 
 
-def test_only_the_inputs_are_saved_for_backward() -> None:
-    leaves = {n: x.requires_grad_() for n, x in inputs(1, 300, 8, 8).items()}
+# One batch; three; three whose states would be larger than the values.
+@pytest.mark.parametrize(("num_tokens", "key_width", "num_states"), [(288, 8, 0), (5000, 8, 2), (300, 512, 0)])
+def test_inputs_and_few_states_are_saved_for_backward(num_tokens: int, key_width: int, num_states: int) -> None:
+    leaves = {n: x.requires_grad_() for n, x in inputs(1, num_tokens, key_width, 8).items()}
     saved: list[int] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -198,4 +200,5 @@ def test_only_the_inputs_are_saved_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         _, state = gla(**leaves)
     assert state is None  # nobody asked for it
-    assert sum(saved) == sum(x.numel() for x in leaves.values())
+    kept = num_states * leaves["initial_state"].numel()
+    assert sum(saved) == sum(x.numel() for x in leaves.values()) + kept

@@ -246,7 +246,7 @@ def test_autocast_does_not_touch_the_states() -> None:
         assert state.S.dtype == torch.float32
 
 
-def test_only_the_inputs_and_the_final_state_are_saved_for_backward() -> None:
+def test_inputs_and_few_states_are_saved_for_backward() -> None:
     leaves, angles = inputs(1, 300, 8, 8)
     q, k, v = (leaves[n].requires_grad_() for n in "qkv")
     saved: list[int] = []
@@ -258,7 +258,8 @@ def test_only_the_inputs_and_the_final_state_are_saved_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         _, state = lightnet_attention(q, k, v, angles=angles)
     assert state is None  # nobody asked for it
-    assert sum(saved) == 3 * q.numel() + 2 * 8 + 300 + leaves["z"].numel() + leaves["S"].numel()
+    # States: the last one, and those that enter the four whole chunks and the rest.
+    assert sum(saved) == 3 * q.numel() + 2 * 8 + 300 + 3 * (leaves["z"].numel() + leaves["S"].numel())
 
 
 def random_state(seed: int, *, holes: bool = False) -> LightNetState:

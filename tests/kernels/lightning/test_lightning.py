@@ -565,8 +565,9 @@ def test_autocast_does_not_touch_the_states() -> None:
     assert torch.equal(state, state_fwd(case.k, case.v, case.log_decay)[0])
 
 
-def test_only_the_inputs_are_saved_for_backward() -> None:
-    case = make_case(1, 300, (8, 8))
+@pytest.mark.parametrize(("num_tokens", "num_states"), [(320, 0), (300, 1)], ids=["one batch", "two"])
+def test_inputs_and_few_states_are_saved_for_backward(num_tokens: int, num_states: int) -> None:
+    case = make_case(1, num_tokens, (8, 8))
     q, k, v = (x.requires_grad_() for x in (case.q, case.k, case.v))
     saved: list[int] = []
 
@@ -577,4 +578,5 @@ def test_only_the_inputs_are_saved_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         _, state = lightning_attention(q, k, v, case.log_decay)
     assert state is None  # nobody asked for it
-    assert sum(saved) == q.numel() + k.numel() + v.numel() + 2  # and the decays of two heads
+    # Also the decays of two heads.
+    assert sum(saved) == q.numel() + k.numel() + v.numel() + 2 + num_states * 2 * 8 * 8
