@@ -23,6 +23,7 @@ try:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import param_and_grad_buffer as megatron_buffers
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -91,6 +92,7 @@ __all__ = [
     "make_sharded_tensor_for_checkpoint",
     "make_sharded_tensors_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
+    "megatron_buffers",
     "megatron_random",
     "nested_values",
     "parallel_state",

@@ -64,6 +64,41 @@ def test_what_is_redirected(run_ranks: RunRanks) -> None:
     run_ranks(redirected, 1)
 
 
+def collected(rank: int, world_size: int, init_method: str) -> list[Any]:
+    """What Megatron's collectives of weights and gradients make of two numbers: alone, by copies, and of both ranks."""
+    import torch.distributed as dist
+
+    from lightscale.parallel.megatron import megatron_buffers
+
+    redirect_megatron_to_cpu()
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    groups = [dist.new_group([one], use_local_synchronization=True) for one in range(2)]
+    found: list[Any] = []
+    for group in (groups[rank], dist.group.WORLD):
+        size = dist.get_world_size(group)
+        x = torch.tensor([1.0 + rank, 3.0 + rank])
+        part = x.chunk(size)[rank if size > 1 else 0]
+        megatron_buffers.dist_all_gather_func(x, part, group=group)
+        found.append(x.tolist())
+        megatron_buffers.dist_reduce_scatter_func(part, x, group=group)
+        found.append(part.tolist())
+        # Elsewhere in memory: copied by one rank too.
+        copy = torch.zeros(2)
+        megatron_buffers.dist_all_gather_func(copy, x.chunk(size)[0].clone(), group=group)
+        found.append(copy.tolist())
+    dist.destroy_process_group()
+    return found
+
+
+def test_collectives_of_one_data_rank_leave_all_in_place(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(collected, 2)
+    assert first[:3] == [[1.0, 3.0]] * 3
+    assert second[:3] == [[2.0, 4.0]] * 3
+    assert (first[3], second[3]) == ([1.0, 4.0], [1.0, 4.0])
+    assert (first[4], second[4]) == ([2.0], [8.0])
+    assert first[5] == second[5]
+
+
 class Started(Exception):
     """The process group would now be started."""
 
