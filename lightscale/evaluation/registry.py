@@ -96,6 +96,11 @@ def known_tasks() -> list[str]:
     return [*TASKS, *sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - TASKS.keys())]
 
 
+def named_tasks() -> list[str]:
+    """Those of ``known_tasks`` that `--tasks` takes; the others are kinds of task files alone."""
+    return [name for name in known_tasks() if name not in TASKS or TASKS[name].preset is not None]
+
+
 def find_tasks(names: Sequence[str], data: Path, *, limit: int | None = None) -> list[Task]:
     """Tasks for ``names`` of entries or task files.
 
@@ -115,7 +120,7 @@ def find_tasks(names: Sequence[str], data: Path, *, limit: int | None = None) ->
             raise UserError(f"--tasks: two tasks have the name {task.name!r}; set another `name` in one of them")
         tasks[task.name] = task
     if not tasks:
-        raise UserError(f"--tasks names no task; known: {', '.join(known_tasks())}, or FILE.toml")
+        raise UserError(f"--tasks names no task; known: {', '.join(named_tasks())}, or FILE.toml")
     return list(tasks.values())
 
 
@@ -198,8 +203,8 @@ def task_entry(name: str, origin: str | None = None) -> TaskEntry:
         if origin is None and name in of_lm_eval:
             preset = {"name": re.sub(r"[^A-Za-z0-9_.+-]", "_", name), "tasks": [name]}
             return TaskEntry(cls=_LM_EVAL, preset=preset)
-        known = known_tasks()
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        known = named_tasks() if origin is None else known_tasks()
+        near = difflib.get_close_matches(name, known_tasks(), n=1, cutoff=0.4)
         near = near or difflib.get_close_matches(name, sorted(of_lm_eval), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         others = f"tasks of lm-eval once it is installed ({INSTALL})" if folder is None else "tasks of lm-eval"

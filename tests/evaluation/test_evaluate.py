@@ -296,7 +296,7 @@ def test_two_ranks_give_the_scores_of_one(found: dict[str, Any], folder: Path, r
 BAD = {
     "an unknown task": ("tnl --tasks perplexiti", "did you mean perplexity?"),
     "a kind alone": ("tnl --tasks perplexity", "FILE.toml"),
-    "no task": ("tnl --tasks ,", "names no task"),
+    "no task": ("tnl --tasks ,", "names no task; known: wikitext-2, wikitext-103, lambada, niah-easy, niah-standard, "),
     "no such run": ("tml --tasks whole.toml", "no run tml"),
     "no such step": ("tnl@7 --tasks whole.toml", "has no checkpoint of step 7; it has: 2"),
     "no such file": ("tnl --tasks nowhere.toml", "nowhere.toml: cannot read the task file"),

@@ -15,7 +15,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, choose_run
 from lightscale.evaluation.harness.csr import csr_table
-from lightscale.evaluation.registry import find_tasks, known_tasks
+from lightscale.evaluation.registry import find_tasks, named_tasks
 from lightscale.evaluation.results import Result, as_csv, as_table, check_writable
 from lightscale.evaluation.task import Task
 from lightscale.launch.commands.checks import num_processes
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "step of a checkpoint (default: the newest)")  # fmt: skip
     layout = "layout of one model over ranks, such as parallel.tensor=2 (default: a complete model on each rank)"
     add("overrides", nargs="*", default=[], metavar=OVERRIDE, help=layout)
-    tasks = f"tasks, separated by commas: {', '.join(known_tasks())}, or task files FILE.toml"
+    tasks = f"tasks, separated by commas: {', '.join(named_tasks())}, or task files FILE.toml"
     add("--tasks", required=True, metavar="NAME,…", help=tasks)
     add("--data", type=path_argument, default=Path("data/evaluation"), metavar="DIR",
         help="folder with the data of named tasks (default: %(default)s)")  # fmt: skip
