@@ -7,7 +7,7 @@ from types import ModuleType
 
 from lightscale.config.arguments import path_argument, run_path
 from lightscale.data_pipeline.commands import data
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.exchange.files import checksums
 from lightscale.output.progress import progress_bars
 from lightscale.output.terminal import plain_console
@@ -52,5 +52,5 @@ def _verify_export(path: Path, *, as_json: bool) -> int:
         console = plain_console(soft_wrap=True)
         for fault in faults:
             console.print(fault)
-        console.print(f"{path}: {f'{len(faults)} faults' if faults else 'whole'}")
+        console.print(f"{path}: {counted(len(faults), 'fault') if faults else 'whole'}")
     return UserError.EXIT_CODE if faults else 0

@@ -107,6 +107,8 @@ def test_the_command_verifies_exports(copy: Path, capsys: pytest.CaptureFixture[
     assert main(["verify", str(copy)]) == 0
     assert capsys.readouterr().out == f"{copy}: whole\n"
     flip(copy / "config.json", 3)
+    assert main(["verify", str(copy)]) == 78
+    assert capsys.readouterr().out.endswith(f"{copy}: 1 fault\n")
     assert main(["verify", str(copy), "--json"]) == 78
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and found["faults"] == checksum_faults(copy) != []

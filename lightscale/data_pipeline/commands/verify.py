@@ -6,7 +6,7 @@ from typing import Any
 
 from lightscale.config.arguments import path_argument
 from lightscale.data_pipeline.store.verify import verify_store
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.output.progress import progress_bars
 from lightscale.output.terminal import plain_console
 
@@ -30,6 +30,6 @@ def _verify(args: argparse.Namespace) -> int:
         console = plain_console(soft_wrap=True)
         for fault in found.faults:
             console.print(fault)
-        verdict = f"{len(found.faults)} faults" if found.faults else "whole"
+        verdict = counted(len(found.faults), "fault") if found.faults else "whole"
         console.print(f"{args.store}: {verdict}; {found.num_shards:,} shards, {found.num_bytes / 1e6:,.2f} MB read")
     return UserError.EXIT_CODE if found.faults else 0

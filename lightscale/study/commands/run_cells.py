@@ -6,7 +6,7 @@ import json
 import time
 
 from lightscale.config.schedulers import SCHEDULERS
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.launch.commands.checks import check_run, check_trained_on
 from lightscale.launch.duration import parse_duration
 from lightscale.launch.scheduler import get_scheduler
@@ -136,7 +136,7 @@ def _report(args: argparse.Namespace, study: Study, outcome: Outcome) -> int:
         print(f"{name}: {reason}")
     stopped = f", {len(outcome.stopped)} stopped by the search" * bool(outcome.stopped)
     print(
-        f"{study.path}: {len(outcome.finished)} cells finished, {len(outcome.failed)} failed, {len(outcome.left)} left"
-        f"{stopped}"
+        f"{study.path}: {counted(len(outcome.finished), 'cell')} finished, {len(outcome.failed)} failed, "
+        f"{len(outcome.left)} left{stopped}"
     )
     return code

@@ -150,7 +150,8 @@ def test_the_command_says_whole_or_names_what_is_not(store: Path, capsys: pytest
     shard = store / "text/tokens/c/2"
     shard.write_bytes(shard.read_bytes().replace(b"\x05", b"\x04", 1))
     assert main(["data", "verify", str(store)]) == 78
-    assert f"{shard}: content hash" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{shard}: content hash" in shown and f"{store}: 1 fault; " in shown
     assert main(["data", "verify", str(store), "--json"]) == 78
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], len(found["faults"]), set(found["sources"])) == (False, 1, {"code", "text-validation"})
