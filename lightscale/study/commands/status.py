@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch", type=float, nargs="?", const=2.0, metavar="S", help="refresh every S seconds (default: 2)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.epilog = (
+        "States: new; running; finished; stopped: a new start continues it; failed; waits for the sweep, or for others "
+        "at a rung; lost: another trial went on from this rung."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
