@@ -139,9 +139,13 @@ class OptimizerSpec(ABC):
         """What is kept and saved of the parameter with this global name: ``step_state_of``, and the averages."""
         return (*self.step_state_of(parameter), *map(average_state, self.ema))
 
+    def saved_bytes(self, parameter: str) -> int:
+        """Bytes of the state of an element of ``parameter`` in a full checkpoint, beside its fp32 weight."""
+        return self.moment_bytes * len(self.step_state_of(parameter)) + _FP32_BYTES * len(self.ema)
+
     def state_bytes(self, parameter: str) -> int:
         """Bytes of the state of an element of ``parameter``, without the fp32 weights of bf16 training."""
-        return self.moment_bytes * len(self.step_state_of(parameter)) + _FP32_BYTES * len(self.ema)
+        return self.saved_bytes(parameter)
 
     def whole_bytes(self, parameter: str) -> int:
         """Bytes of the state of ``parameter`` beside that of its elements; one rank keeps it."""

@@ -10,7 +10,7 @@ from lightscale.models.flops import training_flops_per_token
 from lightscale.planning.published import study_parameters, study_training_flops
 from lightscale.runs.teacher import asked_model
 from lightscale.study.fits.curves import PFLOP_DAY
-from lightscale.training.optimizer.registry import optimizer_spec
+from lightscale.training.optimizer.registry import full_checkpoint_bytes
 
 _WEIGHT_BYTES = 4
 # In bf16.
@@ -73,8 +73,7 @@ def count(config: RunConfig) -> CellCounts:
 
 
 def _kept_bytes(config: RunConfig) -> int:
-    elements = {name: prod(shape) for name, shape in trained_shapes(config).items()}
-    parameters, spec = sum(elements.values()), optimizer_spec(config)
+    parameters = sum(prod(shape) for shape in trained_shapes(config).values())
     checkpoint, steps = config.checkpoint, config.total_steps
     every = checkpoint.every or steps
     # The newest; the last step is always saved.
@@ -82,7 +81,5 @@ def _kept_bytes(config: RunConfig) -> int:
     if checkpoint.keep_every is not None:
         full += steps // checkpoint.keep_every
     weights = 0 if checkpoint.keep_weights_every is None else steps // checkpoint.keep_weights_every
-    state = sum(spec.state_bytes(name) * n + spec.whole_bytes(name) for name, n in elements.items())
-    full_bytes = _WEIGHT_BYTES * parameters + state
     exports = 0 if checkpoint.export_every is None else steps // checkpoint.export_every
-    return full * full_bytes + parameters * (weights * _WEIGHT_BYTES + exports * _EXPORT_BYTES)
+    return full * full_checkpoint_bytes(config) + parameters * (weights * _WEIGHT_BYTES + exports * _EXPORT_BYTES)

@@ -31,12 +31,12 @@ from lightscale.training.checkpoints.reading import DamagedCheckpoint
 from lightscale.training.health.check_result import CheckResult, Outcome, describe, merged
 from lightscale.training.health.limits import Needs, check_limits
 from lightscale.training.health.machine import Machine, host_name, judge_machine
+from lightscale.training.optimizer.registry import full_checkpoint_bytes
 
-# fp32 weights and two moments, and what small files and other writers need meanwhile.
 _BYTES_PER_WEIGHT = 4
-_BYTES_PER_PARAMETER = 3 * _BYTES_PER_WEIGHT
 _BYTES_PER_EXPORTED = 2
 """In bf16."""
+# What small files and other writers need meanwhile.
 _SPARE_BYTES = 16 << 20
 _CLOCK_LIMITS_S: dict[Outcome, float] = {"failed": 60.0, "warning": 2.0}
 # Checkpoints on disk at once, where there is no configuration to say.
@@ -268,8 +268,7 @@ def checkpoint_bytes(config: RunConfig | None, run: RunDirectory) -> tuple[int |
         return sum(record.num_bytes for record in files.values()) + _SPARE_BYTES, f"as {path.name}"
     if config is None:
         return None, "no configuration given; the checkpoint size is unknown"
-    parameters = _num_parameters(config)
-    return parameters * _BYTES_PER_PARAMETER + _SPARE_BYTES, f"{parameters:,} parameters"
+    return full_checkpoint_bytes(config) + _SPARE_BYTES, f"{_num_parameters(config):,} parameters"
 
 
 def _num_parameters(config: RunConfig) -> int:

@@ -66,24 +66,18 @@ def mesh_on(axes: Axes, rank: int, init_method: str) -> Iterator[Mesh]:
         yield mesh
 
 
-def engine_in(
-    mesh: Mesh,
+def config_in(
     *,
     seed: int = 0,
     task: str = "causal",
-    num_ids: int = VOCAB_SIZE,
     precision: Any = "auto",
     optimizer: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     adapter: dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
     **model: Any,
-) -> Engine:
-    """``optimizer``: keys of [optimizer] beside the learning rate; ``train``: further ones of [train].
-
-    ``dtype``: torch.float64 for gradients without an optimizer.
-    """
-    config = RunConfig(
+) -> RunConfig:
+    """``optimizer``: keys of [optimizer] beside the learning rate; ``train``: further ones of [train]."""
+    return RunConfig(
         model=ModelConfig(**{**MODEL, **model}),
         data=DataConfig(store=Path("store"), sequence_length=TOKENS),
         optimizer={"lr": LR, **(optimizer or {})},  # type: ignore[arg-type]
@@ -93,6 +87,11 @@ def engine_in(
         task=TaskConfig(name=task),
         adapter=AdapterConfig(**(adapter or {})),
     )
+
+
+def engine_in(mesh: Mesh, *, num_ids: int = VOCAB_SIZE, dtype: torch.dtype | None = None, **options: Any) -> Engine:
+    """Of ``config_in``. ``dtype``: torch.float64 for gradients without an optimizer."""
+    config = config_in(**options)
     vocab_size = min(num_ids, config.model.vocab_size)
     return build_engine(config, mesh, vocab_size=vocab_size, trainable=True, dtype=dtype)
 

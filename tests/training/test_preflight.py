@@ -84,6 +84,18 @@ def test_the_weights_that_are_kept_count(
         )
 
 
+@pytest.mark.parametrize(
+    ("words", "bytes_per_parameter"), [(("optimizer.name=lion",), 8), (("optimizer.ema={fast=0.9, slow=0.99}",), 20)]
+)
+def test_a_first_checkpoint_has_the_state_of_the_optimizer(
+    tmp_path: Path, tiny_config: Callable[..., Any], words: tuple[str, ...], bytes_per_parameter: int
+) -> None:
+    """tests/training/optimizer/test_optimizer.py counts those of all optimizers."""
+    expected = 204_864 * bytes_per_parameter + (16 << 20)
+    found = preflight.checkpoint_bytes(tiny_config(*words), RunDirectory(tmp_path))
+    assert found == (expected, "204,864 parameters")
+
+
 @pytest.mark.parametrize(("missing", "result"), [(0, "ok"), (1, "warning")])
 def test_exports_that_are_to_come_take_space(
     tiny_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int, result: str

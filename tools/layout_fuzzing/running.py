@@ -34,7 +34,7 @@ from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.health.copies import check_copies
 from lightscale.training.health.gradients import GradientCheck
-from lightscale.training.optimizer.registry import optimizer_spec
+from lightscale.training.optimizer.registry import full_checkpoint_bytes, optimizer_spec
 from lightscale.training.preference import PreferenceObjective, build_reference
 
 FP64_LIMIT, FP32_LIMIT = 1e-7, 1e-3
@@ -67,9 +67,9 @@ def run(rank: int, world_size: int, init_method: str, job: Job, timeout_s: float
 
     reference: leaves losses, gradients and weights of one process. compare: those of the layout beside it, fp64.
     optimize: three steps of the optimizer in fp32, one of which data ranks compare, behind which copies are equal and
-    the optimizer's bytes are those of ``plan``; leaves a checkpoint. resume: one process reads that checkpoint, and its
-    next losses are theirs. move: the same of as many ranks on other axes. follow: of one process, the logits of the
-    plain form, its weights imported again, and the logits of prompts in pieces.
+    the bytes of the optimizer and of a checkpoint are as counted; leaves a checkpoint. resume: one process reads that
+    checkpoint, and its next losses are theirs. move: the same of as many ranks on other axes. follow: of one process,
+    the logits of the plain form, its weights imported again, and the logits of prompts in pieces.
     """
     drawn = job.drawn if job.what in ("compare", "optimize", "move") else on_one(job.drawn)
     config = config_of(drawn, job.stores)
@@ -217,23 +217,27 @@ class _Case:
         if self.mesh.rank == 0:
             torch.save(losses, self.folder / "losses.pt")
         errors = {} if all(map(_is_finite, losses)) else {"losses that are not finite": 1.0}
+        saved = self._of_all_ranks(sum(shard.data.nbytes for shard in self.engine.owned_shards()))
+        errors["bytes of a checkpoint that preflight counts"] = abs(saved - full_checkpoint_bytes(self.config))
         if self.config.parallel.virtual_stages == 1:
             errors["optimizer bytes that plan counts"] = abs(self._optimizer_bytes() - self._planned_bytes())
         return errors
 
-    def _optimizer_bytes(self) -> float:
+    def _optimizer_bytes(self) -> int:
         """Of all ranks."""
         optimizer = self.engine.optimizer
         assert optimizer is not None, "fp32"
         states = [(parameter, optimizer.owned(parameter)) for _, parameter in _parameters(self.engine)]
         # In fp32 the model's weights are those of the steps.
         own = sum(state.bytes_beside(parameter) for parameter, state in states if state is not None)
-        own += sum(shard.data.nbytes for shard in optimizer.whole_shards())
-        total = torch.tensor(float(own))
-        torch.distributed.all_reduce(total)
-        return float(total)
+        return self._of_all_ranks(own + sum(shard.data.nbytes for shard in optimizer.whole_shards()))
 
-    def _planned_bytes(self) -> float:
+    def _of_all_ranks(self, num_bytes: int) -> int:
+        total = torch.tensor(num_bytes)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    def _planned_bytes(self) -> int:
         axes = {"tensor": self.mesh.tensor, "pipeline": self.mesh.pipeline}
         spec = optimizer_spec(self.config)
         model, adapters = self.config.model, self.config.adapters

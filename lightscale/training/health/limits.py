@@ -27,6 +27,7 @@ from lightscale.models.adapters import trained_shapes
 from lightscale.parallel.rendezvous.gate import MOST_PENDING
 from lightscale.training.health.check_result import CheckResult
 from lightscale.training.health.control_group import lowest_limit
+from lightscale.training.optimizer.registry import full_checkpoint_bytes, held_bytes
 
 _FILES, _FILES_PER_RANK = 160, 12
 _LAUNCHER_FILES, _LAUNCHER_FILES_PER_RANK = 64, 8
@@ -39,8 +40,8 @@ _RANK_BYTES, _LAUNCHER_BYTES = 200 << 20, 400 << 20
 _SHARED_BYTES = 64 << 20
 _SHARED_MEMORY, _INFINIBAND = Path("/dev/shm"), Path("/sys/class/infiniband")
 _KERNEL, _LOAD = Path("/proc/sys/kernel"), Path("/proc/loadavg")
-# Of a parameter, in fp32: weight and two moments, and in memory the gradient too.
-_SAVED_BYTES, _HELD_BYTES = 12, 16
+# In fp32, beside the weights and the optimizer's state.
+_GRADIENT_BYTES = 4
 # Of an export in bf16, whose files have at most as many bytes.
 _EXPORTED_BYTES, _EXPORT_FILE_BYTES = 2, 5_000_000_000
 THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -56,7 +57,7 @@ class Needs:
     file_bytes: int = 0
     """Of the largest file that one rank writes."""
     rank_bytes: int = 0
-    """Of the weights, gradients and moments of one rank, in memory of the host."""
+    """Of the weights, gradients and optimizer state of one rank, in memory of the host."""
     are_running: bool = False
     """Whether this process is one of the ranks."""
 
@@ -72,15 +73,16 @@ class Needs:
         """Needs of training ``config``; None: of any command, so those of the processes themselves."""
         shapes = {} if config is None else trained_shapes(config)
         parameters = sum(prod(shape) for shape in shapes.values())
-        share = parameters // num_ranks
+        saved = 0 if config is None else full_checkpoint_bytes(config)
+        held = 0 if config is None else held_bytes(config) + parameters * _GRADIENT_BYTES
         has_exports = config is not None and config.checkpoint.export_every is not None
         exported = min(parameters * _EXPORTED_BYTES, _EXPORT_FILE_BYTES) if has_exports else 0
         return cls(
             local_ranks=local_ranks,
             num_ranks=num_ranks,
             on_gpu=on_gpu,
-            file_bytes=max(share * _SAVED_BYTES, exported),
-            rank_bytes=0 if on_gpu else share * _HELD_BYTES,
+            file_bytes=max(saved // num_ranks, exported),
+            rank_bytes=0 if on_gpu else held // num_ranks,
             are_running=are_running,
         )
 

@@ -1,8 +1,10 @@
 """The optimizer of a run; ``config/optimizers.py`` has the names."""
 
 import difflib
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import prod
 
 from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schema import RunConfig
@@ -12,6 +14,8 @@ from lightscale.models.attention_heads import clipped_rows
 from lightscale.models.matrices import matrices
 from lightscale.models.mup import mup_scales
 from lightscale.parallel.optimizer_spec import MatrixSpec, OptimizerSpec, RowRanges, StepScale
+
+_WEIGHT_BYTES = 4
 
 
 def optimizer_spec(config: RunConfig) -> OptimizerSpec:
@@ -47,6 +51,25 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
         spec = replace(spec, groups=section.groups)
         _check_groups(spec, list(trained_shapes(config)))
     return spec
+
+
+def full_checkpoint_bytes(config: RunConfig) -> int:
+    """Bytes of the tensors of a full checkpoint: fp32 weights and the optimizer's state."""
+    spec = optimizer_spec(config)
+    return _bytes(config, spec, spec.saved_bytes)
+
+
+def held_bytes(config: RunConfig) -> int:
+    """Bytes of the fp32 weights and the optimizer's state in memory, of all ranks together."""
+    spec = optimizer_spec(config)
+    return _bytes(config, spec, spec.state_bytes)
+
+
+def _bytes(config: RunConfig, spec: OptimizerSpec, element_bytes: Callable[[str], int]) -> int:
+    return sum(
+        prod(shape) * (_WEIGHT_BYTES + element_bytes(name)) + spec.whole_bytes(name)
+        for name, shape in trained_shapes(config).items()
+    )
 
 
 def _scales(config: RunConfig, spec: OptimizerSpec) -> dict[str, StepScale]:

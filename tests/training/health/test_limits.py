@@ -204,6 +204,8 @@ def test_large_models_need_larger_files_and_more_ranks_smaller_ones() -> None:
     assert eight.file_bytes == alone.file_bytes // 8 and eight.rank_bytes == eight.file_bytes // 12 * 16
     exported = load("tnl-1b", ["checkpoint.export_every=1000"])
     assert Needs.of(exported, local_ranks=8, num_ranks=8, on_gpu=False).file_bytes == pytest.approx(2.145e9, rel=1e-3)
+    lion = Needs.of(load("tnl-1b", ["optimizer.name=lion"]), local_ranks=1, num_ranks=1, on_gpu=False)
+    assert (lion.file_bytes * 12, lion.rank_bytes * 16) == (alone.file_bytes * 8, alone.rank_bytes * 12)
     # Weights and moments on GPUs take no memory of the host.
     assert Needs.of(config, local_ranks=1, num_ranks=1, on_gpu=True).rank_bytes == 0
 

@@ -4,14 +4,15 @@ Two are added here: Adam whose weight decay is part of the gradient, which Megat
 nothing is Megatron's.
 """
 
+import itertools
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 from unittest import mock
 
 import pytest
@@ -24,12 +25,12 @@ from lightscale.config.optimizers import OPTIMIZERS, optimizer_class
 from lightscale.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.optimizer_interface import Optimizer, OwnedState
-from lightscale.parallel.optimizer_spec import MegatronSpec, OptimizerSpec
+from lightscale.parallel.optimizer_spec import AveragedSpec, MegatronSpec, OptimizerSpec
 from lightscale.planning.memory import assumptions, rank_memory
 from lightscale.training.checkpoints.restore import Checkpoints
 from lightscale.training.checkpoints.saving import Saver
 from lightscale.training.optimizer.adamw import AdamConfig, AdamWConfig
-from lightscale.training.optimizer.registry import optimizer_spec
+from lightscale.training.optimizer.registry import full_checkpoint_bytes, held_bytes, optimizer_spec
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "helpers" / "tiny_engine.py")))
 
@@ -215,6 +216,40 @@ def test_a_plan_counts_the_state_of_the_optimizer(name: str, state_bytes: int, w
     assert (
         optimizer_spec(config).step_traffic_bytes("embedding.word_embeddings.weight") == 2 * (4 + state_bytes) + 4 + 2
     )
+
+
+def options_of_bytes() -> Iterator[dict[str, Any]]:
+    """Of every optimizer: with averages and without, and moments in every format that it has."""
+    for name in OPTIMIZERS:
+        fields = optimizer_class(name).options.model_fields
+        formats = get_args(fields["moments_dtype"].annotation) if "moments_dtype" in fields else (None,)
+        for dtype, ema, precision in itertools.product(formats, ({}, {"slow": 0.9, "fast": 0.5}), ("fp32", "bf16")):
+            own = {"name": name, "schedule": "constant"} | ({} if dtype is None else {"moments_dtype": dtype})
+            # The weights of one optimizer are an average already.
+            if not (ema and issubclass(optimizer_class(name), AveragedSpec)):
+                yield {"optimizer": {**own, "ema": ema}, "precision": precision, **MODEL}
+
+
+def owned_and_counted(rank: int, world_size: int, init_method: str) -> list[tuple[dict[str, Any], Any, Any]]:
+    """Bytes that a checkpoint gets and those of the optimizer's tensors in memory; and the counts of both."""
+    rows = []
+    with tiny.mesh_on((1, 1, 1, 1), rank, init_method) as mesh:
+        for options in options_of_bytes():
+            engine, config = tiny.engine_in(mesh, **options), tiny.config_in(**options)
+            saved = sum(shard.data.nbytes for shard in engine.owned_shards())
+            held = sum(one.nbytes for one in engine.owned_state())
+            if isinstance(engine.optimizer.spec, AveragedSpec):
+                # What is owned is the average, beside the weights that a step changes.
+                held += 4 * sum(one.numel() for _, one in tiny.named(engine))
+            rows.append((options, (saved, held), (full_checkpoint_bytes(config), held_bytes(config))))
+    return rows
+
+
+def test_the_bytes_of_the_state_are_counted(run_ranks: RunRanks) -> None:
+    """A start asks the disk, and the limits of the system, for as many."""
+    (rows,) = run_ranks(owned_and_counted, 1)
+    assert {options["optimizer"]["name"] for options, *_ in rows} == OPTIMIZERS.keys()
+    assert [row for row in rows if row[1] != row[2]] == []
 
 
 def test_a_model_card_has_the_names_of_the_papers() -> None:
