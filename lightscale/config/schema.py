@@ -636,6 +636,10 @@ class RunConfig(Section):
         """Steps of the run itself, without those of its parent."""
         return self.total_steps - self.parent_steps
 
+    def own_multiples(self, every: int | None) -> int:
+        """Number of the run's own steps that are multiples of ``every``; None: none."""
+        return 0 if every is None else self.total_steps // every - self.parent_steps // every
+
     @property
     def own_tokens(self) -> int:
         """Tokens of the run itself, without those of its parent."""

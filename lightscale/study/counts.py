@@ -74,12 +74,10 @@ def count(config: RunConfig) -> CellCounts:
 
 def _kept_bytes(config: RunConfig) -> int:
     parameters = sum(prod(shape) for shape in trained_shapes(config).values())
-    checkpoint, steps = config.checkpoint, config.total_steps
-    every = checkpoint.every or steps
+    checkpoint = config.checkpoint
+    every = checkpoint.every or config.total_steps
     # The newest; the last step is always saved.
-    full = min(checkpoint.keep, -(-steps // every))
-    if checkpoint.keep_every is not None:
-        full += steps // checkpoint.keep_every
-    weights = 0 if checkpoint.keep_weights_every is None else steps // checkpoint.keep_weights_every
-    exports = 0 if checkpoint.export_every is None else steps // checkpoint.export_every
+    saved = -(-config.total_steps // every) - config.parent_steps // every
+    full = min(checkpoint.keep, saved) + config.own_multiples(checkpoint.keep_every)
+    weights, exports = map(config.own_multiples, (checkpoint.keep_weights_every, checkpoint.export_every))
     return full * full_checkpoint_bytes(config) + parameters * (weights * _WEIGHT_BYTES + exports * _EXPORT_BYTES)

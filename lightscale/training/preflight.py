@@ -236,14 +236,13 @@ def check_disk(config: RunConfig | None, directory: Path) -> list[CheckResult]:
 
 def weights_left(config: RunConfig, run: RunDirectory) -> int:
     """Number of remaining checkpoints of the weights alone of `run`, which are never removed."""
-    every = config.checkpoint.keep_weights_every
-    return 0 if every is None else max(0, config.total_steps // every - len(list_steps(run.checkpoints, "weights")))
+    due = config.own_multiples(config.checkpoint.keep_weights_every)
+    return max(0, due - len(list_steps(run.checkpoints, "weights")))
 
 
 def exports_left(config: RunConfig, run: RunDirectory) -> int:
     """Number of remaining exports of `run`, which are never removed either."""
-    every = config.checkpoint.export_every
-    return 0 if every is None else max(0, config.total_steps // every - len(list_steps(run.exports)))
+    return max(0, config.own_multiples(config.checkpoint.export_every) - len(list_steps(run.exports)))
 
 
 def export_bytes(config: RunConfig) -> int:

@@ -87,6 +87,14 @@ def test_a_run_of_7b_keeps_what_its_recipe_says() -> None:
     assert counts.kept_bytes == parameters * (57 * 4 + 12)
 
 
+def test_a_branch_keeps_what_its_own_steps_leave() -> None:
+    """Behind step 1000: 3 full ones (1010, 1020, 1025), of which 2 stay; weights of 1010 and 1020; an export."""
+    words = ("train.branch_from=runs/parent@1000", "train.steps=1025", "train.tokens=none", "checkpoint.every=10")
+    kept = ("checkpoint.keep_every=500", "checkpoint.keep_weights_every=10", "checkpoint.export_every=25")
+    counts = count(load("tnl-70m", [*words, *kept]))
+    assert counts.kept_bytes == (counts.parameters + counts.embedding) * (2 * 12 + 2 * 4 + 2)
+
+
 def test_aspect_ratio_is_table_5() -> None:
     found = {
         (cell.architecture, cell.config.model.hidden_size, cell.config.model.num_layers)

@@ -96,6 +96,15 @@ def test_a_first_checkpoint_has_the_state_of_the_optimizer(
     assert found == (expected, "204,864 parameters")
 
 
+def test_a_branch_keeps_none_of_its_parents_weights(tmp_path: Path, tiny_config: Callable[..., Any]) -> None:
+    config = tiny_config(
+        *("train.steps=1029", "train.branch_from=runs/parent@1000"),
+        *("checkpoint.keep_weights_every=10", "checkpoint.export_every=25"),
+    )
+    run = RunDirectory(tmp_path)
+    assert (preflight.weights_left(config, run), preflight.exports_left(config, run)) == (2, 1)
+
+
 @pytest.mark.parametrize(("missing", "result"), [(0, "ok"), (1, "warning")])
 def test_exports_that_are_to_come_take_space(
     tiny_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int, result: str
