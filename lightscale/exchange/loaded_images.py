@@ -66,6 +66,10 @@ class ImageModel:
             raise UserError(f"image_size = {height}, {width}: patches of {h} x {w} must divide it")
         if isinstance(images, (str, PathLike)):
             images = _read(Path(fspath(images)), (height, width, form.num_channels))
+        elif not isinstance(images, (np.ndarray, Tensor)):
+            raise UserError(
+                f"images: use one path, or uint8 pixels in an array or a tensor; got {type(images).__name__}"
+            )
         pixels = torch.as_tensor(images, device=self.device)
         pixels = pixels[None] if pixels.dim() == 3 else pixels
         if pixels.dtype != torch.uint8 or pixels.shape[1:] != (height, width, form.num_channels):
@@ -110,7 +114,7 @@ class ImageModel:
 
 
 def _is_one(images: Images) -> bool:
-    return isinstance(images, (str, PathLike)) or images.ndim == 3
+    return isinstance(images, (str, PathLike)) or getattr(images, "ndim", None) == 3
 
 
 def _read(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8]:

@@ -284,3 +284,5 @@ def test_an_image_file_is_classified(tmp_path: Path) -> None:
         model.classify(tmp_path / "bad.png")
     with pytest.raises(UserError, match="classify takes one image"):
         model.classify(pixels)
+    with pytest.raises(UserError, match=r"use one path, or uint8 pixels in an array or a tensor; got list"):
+        model.logits([tmp_path / "one.png"])  # type: ignore[arg-type]
