@@ -24,6 +24,7 @@ from typing import Any, Literal, Self, get_args
 
 import xxhash
 
+from lightscale.config.fields import shown_value
 from lightscale.config.files import difference, load, to_toml
 from lightscale.config.optimizers import length_defaults
 from lightscale.config.schedules.registry import schedule_of
@@ -245,7 +246,9 @@ class RunDirectory:
             if not is_named(change[0], allow) and not self._is_harmless(change[0], stored, config)
         ]
         if refused:
-            lines = [f"  {key}: {_json(before)} in the run, {_json(now)} now" for key, before, now in refused]
+            lines = [
+                f"  {key}: {shown_value(before)} in the run, {shown_value(now)} now" for key, before, now in refused
+            ]
             if any(key in LENGTH_KEYS for key, *_ in refused):
                 lines.append(f"  {self._length_fault(stored, config)}")
             raise UserError(

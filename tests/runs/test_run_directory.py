@@ -62,11 +62,14 @@ def test_another_configuration_is_refused_with_both_values(run: RunDirectory, ti
     run.create_or_open(tiny_config())
     stored = run.config.read_bytes()
     with pytest.raises(UserError) as caught:
-        run.create_or_open(tiny_config("optimizer.lr=0.5", "model.hidden_size=128", "metrics.log_every=7"))
+        run.create_or_open(
+            tiny_config("optimizer.lr=0.5", "model.hidden_size=128", "guard.max_loss_rise=none", "metrics.log_every=7")
+        )
     message = str(caught.value)
     assert str(run.path) in message
     assert "optimizer.lr: 0.001 in the run, 0.5 now" in message
     assert "model.hidden_size: 64 in the run, 128 now" in message
+    assert 'guard.max_loss_rise: 1.0 in the run, "none" now' in message
     assert "metrics" not in message, "that alone would do no harm"
     assert run.config.read_bytes() == stored
     assert events(run) == []
