@@ -5,6 +5,7 @@ import json
 import os
 
 from lightscale.config.arguments import RUNS, add_config, add_overrides, add_run_option, path_argument
+from lightscale.config.files import load
 from lightscale.launch.commands import train
 from lightscale.launch.commands.checks import WrongUse, default_directory
 from lightscale.launch.environment import RankEnvironment
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot_path(args.plot)
     run = RunDirectory(args.run or RUNS / f"{default_directory(args.config).name}-lr-find")
+    if run.config.exists() and load(run.config).optimizer.schedule != "range_test":
+        raise WrongUse(f"--run {run.path}: the directory holds another run; use a new one for the test")
     if code := _train(args, run):
         return code
     test = read_range_test(run)

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,3 +118,9 @@ def test_wrong_use_is_refused_before_a_run_is_there(
     )
     assert message in capsys.readouterr().err
     assert not run.exists()
+
+
+def test_another_run_is_not_continued(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(workplace / "run.toml", tmp_path / "config.toml")
+    assert main(["lr-find", str(workplace / "run.toml"), "--run", str(tmp_path)]) == 2
+    assert f"--run {tmp_path}: the directory holds another run" in capsys.readouterr().err
