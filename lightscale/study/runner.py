@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightscale.errors import UserError
+from lightscale.errors import UserError, counted
 from lightscale.files import lock_or_refuse
 from lightscale.runs.goodput import duration
 from lightscale.runs.run_directory import LineWriter, read_lines, timestamp
@@ -168,7 +168,7 @@ class StudyRunner:
     def _stop(self, reason: str) -> None:
         if self._stopping is None:
             self._stopping = reason
-            self._say(f"stopping ({reason}): {len(self._running)} runs save and exit")
+            self._say(f"stopping ({reason}): saving {counted(len(self._running), 'run')}")
         self._launcher.stop()
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,11 +69,16 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Study
     return make
 
 
-def run(study: Study, launcher: CellLauncher, *, jobs: int = 2, left_s: float | None = None) -> Outcome:
+def run(
+    study: Study,
+    launcher: CellLauncher,
+    *,
+    jobs: int = 2,
+    left_s: float | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Outcome:
     deadline_s = None if left_s is None else time.monotonic() + left_s
-    runner = StudyRunner(
-        study, launcher, jobs=jobs, is_wanted=lambda name: True, deadline_s=deadline_s, say=lambda line: None
-    )
+    runner = StudyRunner(study, launcher, jobs=jobs, is_wanted=lambda name: True, deadline_s=deadline_s, say=say)
     return runner.run()
 
 
@@ -130,10 +134,15 @@ def test_a_deadline_stops_what_runs(make: Callable[..., Study]) -> None:
 
 
 def test_a_signal_stops_what_runs(make: Callable[..., Study]) -> None:
-    study = make()
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    outcome = run(study, Pretending(study, endless=True), left_s=60)
+    class Signalled(Pretending):
+        def has_ended(self, cell: Cell) -> bool:
+            os.kill(os.getpid(), signal.SIGINT)
+            return super().has_ended(cell)
+
+    study, said = make(), list[str]()
+    outcome = run(study, Signalled(study, endless=True), jobs=1, say=said.append)
     assert len(outcome.left) == 6
+    assert [line for line in said if line.startswith("stopping")] == ["stopping (SIGINT): saving 1 run"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
