@@ -180,6 +180,10 @@ class Launcher:
         await_(lambda: all(self._steps(rank) >= 3 for rank in range(self.processes)))
         return [int((self.run / f"pid-{rank}").read_text()) for rank in range(self.processes)]
 
+    def said(self) -> str:
+        """Output so far."""
+        return self._log.read_text()
+
     def signals(self, rank: int) -> list[str]:
         path = self.run / f"signals-{rank}"
         return path.read_text().split() if path.exists() else []

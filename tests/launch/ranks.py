@@ -157,7 +157,7 @@ def pretend(
                 raise MemoryError("but not for nothing")
             if stop.should_stop(all_reduce_max):
                 heartbeat.beat("saving", step=step)
-                time.sleep(60 if behaviour == "slow_save" else SAVE_S)
+                save(run, behaviour)
                 (run.path / f"saved-{rank}").write_text(str(step))
                 heartbeat.beat("leaving", step=step)
                 end(run, rank, "resumable", stop.reason, step, all_reduce_max)
@@ -167,6 +167,12 @@ def pretend(
                 end(run, rank, behaviour, "as asked", step, all_reduce_max)
                 return 0
     raise AssertionError("nobody stopped the ranks")
+
+
+def save(run: RunDirectory, behaviour: str) -> None:
+    time.sleep(60 if behaviour == "slow_save" else SAVE_S)
+    while behaviour == "held_save" and not (run.path / "go").exists():
+        time.sleep(0.01)
 
 
 def misbehave(behaviour: str, rank: int, step: int) -> None:

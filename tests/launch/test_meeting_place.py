@@ -143,18 +143,14 @@ def test_rank_0_is_stopped_while_others_wait(monkeypatch: pytest.MonkeyPatch) ->
         os._exit(0)
     try:
         assert os.read(read, 1) == b"x"
-        began = time.monotonic()
-
-        def stop() -> None:
-            os.kill(server, signal.SIGSTOP)
-
-        threading.Timer(SHORT_S / 2, stop).start()
         facts = RankFacts(rank=1, world_size=2, host="A", process=1, values={})
         # Not the first to come: it only waits.
         store = join_store(
             "127.0.0.1", port, secret=gate_secret(os.environ, on_one_host=False), timeout=timedelta(seconds=60)
         )
         private(store, os.environ, "meeting").add("arrived", 1)
+        began = time.monotonic()
+        threading.Timer(SHORT_S / 2, os.kill, (server, signal.SIGSTOP)).start()
         with pytest.raises(CannotStart) as caught:
             meeting.agree(place(1, port), facts, SHORT_S)
         assert time.monotonic() - began < SHORT_S + 4 * 0.5 + PATIENCE_S

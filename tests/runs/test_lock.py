@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def test_on_another_machine_signs_of_life_count(run: RunDirectory) -> None:
     write_holder(run, age_s=20, **ELSEWHERE)
     message = refusal(run)
     assert "in use by process 1234 on gpu17 of job 99" in message
-    assert "it renewed its lock 20 s ago (it counts as dead after 60 s)" in message
+    assert re.search(r"it renewed its lock 2\d s ago \(it counts as dead after 60 s\)", message)
     write_holder(run, age_s=61, **ELSEWHERE)
     with RunLock(run):
         assert [event["from_host"] for event in takeovers(run)] == ["gpu17"]
@@ -171,7 +172,7 @@ def test_a_damaged_lock_holds_as_long_as_somebody_renews_it(run: RunDirectory, c
     path.write_bytes(content)
     os.utime(path, (time.time() - 10,) * 2)
     assert "in use by process 0 on an unknown host" in refusal(run)
-    assert "renewed its lock 10 s ago" in refusal(run)
+    assert re.search(r"renewed its lock 1\d s ago", refusal(run))
     os.utime(path, (time.time() - 100,) * 2)
     with RunLock(run):
         assert [one.name for one in path.parent.iterdir()] == ["000008"]

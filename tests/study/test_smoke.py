@@ -58,8 +58,10 @@ def test_a_study_is_killed_and_goes_on(
     # What it had started goes on; a second start of it would be refused and fail.
     assert any(is_running(study.run(cell)) for cell in study.cells())
     second = start(tmp_path)
-    wait_for("lock", lambda: (study.path / "lock").read_text().strip() == str(second.pid))
-    time.sleep(2.0)
+    assert second.stdout is not None
+    # It has the lock, and takes signals.
+    assert any(line.endswith(": started\n") for line in second.stdout)
+    assert (study.path / "lock").read_text().strip() == str(second.pid)
     # As Ctrl-C does.
     second.send_signal(signal.SIGINT)
     output, _ = second.communicate(timeout=TIMEOUT_S)

@@ -8,7 +8,6 @@ import pty
 import re
 import signal
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,16 +204,19 @@ def test_ctrl_c_in_a_terminal_reaches_each_rank_once(
 ) -> None:
     needs("pseudo-terminals")
     with terminal() as (keyboard, options):
-        launcher = start("train", **options)
+        # The launcher is there until it has seen both.
+        launcher = start("held_save", **options)
         launcher.working()
         name = Path(f"/proc/{launcher.process.pid}/fd/2").readlink()
         os.write(keyboard, b"\x03")
         wait_until(lambda: bool(launcher.signals(0)))
         os.write(keyboard, b"\x03")
+        shown = ""
+        while "already stopping; press Ctrl-C once more to end the run without saving" not in shown:
+            shown += os.read(keyboard, 1 << 16).decode()
+        (launcher.run / "go").touch()
         assert_stopped_together(launcher, "SIGINT")
-        shown = os.read(keyboard, 1 << 16).decode()
     assert launcher.signals(0) == launcher.signals(1) == ["SIGINT"]
-    assert "already stopping; press Ctrl-C once more to end the run without saving" in shown
     assert f"LIGHTSCALE_TERMINAL={name}" in (launcher.run / "environment-0").read_text().splitlines()
 
 
@@ -225,9 +227,10 @@ def test_the_third_ctrl_c_ends_the_run_without_a_save(
     launcher.working()
     launcher.process.send_signal(signal.SIGINT)
     wait_until(lambda: launcher.signals(0) == launcher.signals(1) == ["SIGINT"])
-    for _ in range(2):
-        launcher.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+    launcher.process.send_signal(signal.SIGINT)
+    # Two signals that wait for the launcher would be one.
+    wait_until(lambda: "press Ctrl-C once more" in launcher.said())
+    launcher.process.send_signal(signal.SIGINT)
     ended = launcher.wait()
     assert ended.code == 75, ended.output
     assert not (ended.run / "saved-0").exists()

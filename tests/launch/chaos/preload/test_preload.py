@@ -4,8 +4,9 @@ import json
 import random
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,20 +133,33 @@ found = {'disk': timed(lambda: write(run / 'a', 'text', sync=True)), 'elsewhere'
     assert found["elsewhere"] < 0.4 and found["pipe"] < 0.4
 
 
-def test_what_is_stuck_goes_on(control: Control, inside: Callable[..., dict[str, object]]) -> None:
+def test_what_is_stuck_goes_on(control: Control, inside: Callable[..., dict[str, object]], tmp_path: Path) -> None:
     code = """
 listener = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(listener.getsockname())
 file = os.open(store / 'shard', os.O_RDONLY)
-found = {'read': timed(lambda: os.pread(file, 6, 0)), 'send': timed(lambda: client.sendall(b'x')),
-         'bytes': os.pread(file, 6, 0).decode()}
+(run / 'reads').touch()
+found = {'read': timed(lambda: os.pread(file, 6, 0))}
+(run / 'sends').touch()
+found |= {'send': timed(lambda: client.sendall(b'x')), 'bytes': os.pread(file, 6, 0).decode()}
 """
     control.set("read_stall", 1.0)
     control.set("send_stall", 1.0, [0])
-    timers = [threading.Timer(2.0, control.set, ("read_stall", 0.0)), threading.Timer(3.0, control.clear)]
-    for timer in timers:
-        timer.start()
-    found = inside(code)
+
+    def release() -> None:
+        """Each half a second after the process has come there."""
+        deadline = time.monotonic() + 100
+        for name, end in (("reads", lambda: control.set("read_stall", 0.0)), ("sends", control.clear)):
+            while not (tmp_path / "run" / name).exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.5)
+            end()
+
+    with ThreadPoolExecutor(1) as pool:
+        released = pool.submit(release)
+        found = inside(code)
+        released.result()
     assert found["bytes"] == "tokens"
     assert float(str(found["read"])) + float(str(found["send"])) > 0.5
     # Other ranks were never held.
