@@ -4,6 +4,9 @@
 may import this one, so it imports neither torch nor any part of lightscale outside `config` except the errors.
 """
 
+import heapq
+import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -639,6 +642,25 @@ class RunConfig(Section):
     def own_multiples(self, every: int | None) -> int:
         """Number of the run's own steps that are multiples of ``every``; None: none."""
         return 0 if every is None else self.total_steps // every - self.parent_steps // every
+
+    def num_kept(self, newest: int) -> int:
+        """Number of full checkpoints of the whole run behind its last save, where the ``newest`` stay.
+
+        Of saves by time, none but the last is sure.
+        """
+        section, begin, last = self.checkpoint, self.parent_steps, self.total_steps
+        due = [every for every in (section.every, section.export_every) if every is not None]
+        saves = heapq.merge([last], *(range(last - last % every, begin, -every) for every in due), reverse=True)
+        steps = [step for step, _ in itertools.islice(itertools.groupby(saves), newest)]
+        if section.keep_every is None:
+            return len(steps)
+        kept = [math.lcm(section.keep_every, every) for every in due]
+
+        def older(every: int) -> int:
+            return (steps[-1] - 1) // every - begin // every
+
+        # Steps that both intervals have would count twice.
+        return len(steps) + sum(map(older, kept)) - (older(math.lcm(*kept)) if len(kept) > 1 else 0)
 
     @property
     def own_tokens(self) -> int:

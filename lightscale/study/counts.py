@@ -75,9 +75,6 @@ def count(config: RunConfig) -> CellCounts:
 def _kept_bytes(config: RunConfig) -> int:
     parameters = sum(prod(shape) for shape in trained_shapes(config).values())
     checkpoint = config.checkpoint
-    every = checkpoint.every or config.total_steps
-    # The newest; the last step is always saved.
-    saved = -(-config.total_steps // every) - config.parent_steps // every
-    full = min(checkpoint.keep, saved) + config.own_multiples(checkpoint.keep_every)
+    full = config.num_kept(checkpoint.keep)
     weights, exports = map(config.own_multiples, (checkpoint.keep_weights_every, checkpoint.export_every))
     return full * full_checkpoint_bytes(config) + parameters * (weights * _WEIGHT_BYTES + exports * _EXPORT_BYTES)

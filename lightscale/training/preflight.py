@@ -214,9 +214,10 @@ def check_disk(config: RunConfig | None, directory: Path) -> list[CheckResult]:
     size, origin = checkpoint_bytes(config, RunDirectory(directory))
     if size is None:
         return [CheckResult(check="disk", result="ok", found=f"{size_text(free)} free in {existing}; {origin}")]
-    keep = _KEEP if config is None else config.checkpoint.keep
     # One more than are kept: a new one is whole before an old one is removed.
-    missing = max(1, keep + 1 - len(list_steps(RunDirectory(directory).checkpoints)))
+    newest = 1 + (_KEEP if config is None else config.checkpoint.keep)
+    most = newest if config is None else max(newest, config.num_kept(newest))
+    missing = max(1, most - len(list_steps(RunDirectory(directory).checkpoints)))
     found = f"{size_text(free)} free in {existing}; a checkpoint is {size_text(size)} ({origin})"
     needed, right = missing * size, f"for {missing} more"
     next_save = size

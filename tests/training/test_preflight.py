@@ -1,5 +1,6 @@
 """What would keep a run from working is found before it begins, on all ranks; the rest is warned of and recorded."""
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightscale.errors import UserError
 from lightscale.parallel.agreement import Agreement
 from lightscale.runs.run_directory import RunDirectory, read_lines
 from lightscale.training import preflight
-from lightscale.training.checkpoints.directories import directory_name
+from lightscale.training.checkpoints.directories import Retention, directory_name
 from lightscale.training.preflight import check_before_training, check_clocks, check_shared
 
 pytestmark = pytest.mark.timeout(400)
@@ -94,6 +95,41 @@ def test_a_first_checkpoint_has_the_state_of_the_optimizer(
     expected = 204_864 * bytes_per_parameter + (16 << 20)
     found = preflight.checkpoint_bytes(tiny_config(*words), RunDirectory(tmp_path))
     assert found == (expected, "204,864 parameters")
+
+
+def test_full_checkpoints_that_are_kept_count(tiny_config: Callable[..., Any]) -> None:
+    """As many as a run has at most, and at its end, by what is due and what retention leaves."""
+    draw = random.Random(0)
+    for _ in range(200):
+        parent, steps, keep = draw.choice([0, 20, 37]), draw.randrange(38, 90), draw.randrange(2, 5)
+        every, export_every, keep_every = (draw.choice([None, 1, 4, 5, 10, 30]) for _ in range(3))
+        config = tiny_config(
+            f"train.steps={steps}",
+            *([f"train.branch_from=runs/parent@{parent}"] if parent else []),
+            f"checkpoint.keep={keep}",
+            *(
+                f"checkpoint.{key}={value or 'none'}"
+                for key, value in (("every", every), ("export_every", export_every), ("keep_every", keep_every))
+            ),
+        )
+        held, most = list[int](), 0
+        for step in range(parent + 1, steps + 1):
+            if step == steps or any(one and step % one == 0 for one in (every, export_every)):
+                held.append(step)
+                most = max(most, len(held))
+                gone = Retention(keep=keep, keep_every=keep_every).superseded(held, held[::-1][:keep])
+                held = [one for one in held if one not in gone]
+        assert (config.num_kept(keep), config.num_kept(keep + 1)) == (len(held), most), config.checkpoint
+
+
+def test_those_that_are_kept_for_ever_take_space(
+    tiny_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 100, 200, …, 900, and 980, 990 and 1000."""
+    config = tiny_config("train.steps=1000", "checkpoint.every=10", "checkpoint.keep_every=100")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=11 * 20 * 10**6))
+    (found,) = preflight.check_disk(config, tmp_path)
+    assert (found.result, found.right.rpartition(", ")[2]) == ("warning", "for 12 more")
 
 
 def test_a_branch_keeps_none_of_its_parents_weights(tmp_path: Path, tiny_config: Callable[..., Any]) -> None:
