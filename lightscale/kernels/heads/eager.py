@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightscale.kernels.common.angles import Phases
+from lightscale.kernels.glu.activations import activate
 from lightscale.kernels.heads.layout import HeadsPart
 
 
@@ -16,12 +16,14 @@ def heads_fwd(x: Tensor, parts: Sequence[HeadsPart], phases: Phases | None) -> l
     found = []
     for part in parts:
         if part.activation == "silu":
-            found.append(F.silu(part.of(x)))
+            found.append(activate(part.of(x), "silu"))
         elif part.activation == "copy":
             found.append(part.of(x).clone(memory_format=torch.contiguous_format))
         elif part.activation == "rotate":
             assert phases is not None
-            found.append(_rotated(part.of(x), phases, 1))
+            heads = part.of(x).transpose(0, 1)
+            made = torch.empty_like(heads, memory_format=torch.contiguous_format)
+            found.append(rotate_into(made, heads, phases, 1).transpose(0, 1))
     return found
 
 
@@ -36,23 +38,18 @@ def heads_bwd(
         if gradient is None:
             into.zero_()
         elif part.activation == "silu":
-            into.copy_(torch.ops.aten.silu_backward(gradient, part.of(x)))
+            torch.ops.aten.silu_backward(gradient, part.of(x), grad_input=into)
         elif part.activation == "rotate":
             assert phases is not None
-            into.copy_(_rotated(gradient, phases, -1))
+            rotate_into(into.transpose(0, 1), gradient.transpose(0, 1), phases, -1)
         else:
             into.copy_(gradient)
     return dx
 
 
-def _rotated(x: Tensor, phases: Phases, direction: int) -> Tensor:
-    return rotated(x.transpose(0, 1), phases, direction).transpose(0, 1)
-
-
-def rotated(x: Tensor, phases: Phases, direction: int) -> Tensor:
-    """x (b, n, h, k), turned by the phases' angles times ``direction``, 1 or -1: three passes over x."""
+def rotate_into(made: Tensor, x: Tensor, phases: Phases, direction: int) -> Tensor:
+    """Write x (b, n, h, k), turned by the phases' angles times ``direction``, 1 or -1, to ``made``, in three passes."""
     cos, sin = phases
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = cos.size(-1)
     if width < x.size(-1):
         made[..., width:] = x[..., width:]

@@ -112,7 +112,7 @@ def sum_norm_bwd(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of s, which x and added share, and of the weight, from the cotangents of the norm and of s."""
     found = norm_bwd(NormInputs(total, weight, None, "none"), rstd, dy, total.shape[-1])
-    return found.x if dtotal is None else found.x + dtotal, found.weight
+    return found.x if dtotal is None else found.x.add_(dtotal), found.weight
 
 
 def _cotangent(inputs: NormInputs, dy: Tensor) -> Tensor:
