@@ -239,13 +239,7 @@ class RunDirectory:
             )
         self._check_trained_here()
         stored = load(self.config)
-        changes = difference(stored, config)
-        refused = [
-            change
-            for change in changes
-            if not is_named(change[0], allow) and not self._is_harmless(change[0], stored, config)
-        ]
-        if refused:
+        if refused := self.refused(config, allow):
             lines = [
                 f"  {key}: {shown_value(before)} in the run, {shown_value(now)} now" for key, before, now in refused
             ]
@@ -256,8 +250,18 @@ class RunDirectory:
                 "Restore these values, start a new run with --run, or accept the new values at your own risk with "
                 f"{allow_changes(key for key, *_ in refused)}."
             )
+        changes = difference(stored, config)
         self._check_steps(stored, config, {key for key, *_ in changes}, allow)
         return changes
+
+    def refused(self, config: RunConfig, allow: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
+        """Those of the differences from the configuration of this existing run that ``changes`` does not accept."""
+        stored = load(self.config)
+        return [
+            change
+            for change in difference(stored, config)
+            if not is_named(change[0], allow) and not self._is_harmless(change[0], stored, config)
+        ]
 
     def _check_trained_here(self) -> None:
         """Refuse a run that was written whole, as by an import: training would begin without its weights."""

@@ -5,6 +5,7 @@ import json
 import os
 
 from lightscale.config.arguments import RUNS, add_config, add_overrides, add_run_option, path_argument
+from lightscale.config.fields import shown_value
 from lightscale.config.files import load
 from lightscale.launch.commands import train
 from lightscale.launch.commands.checks import WrongUse, default_directory
@@ -72,7 +73,13 @@ def run(args: argparse.Namespace) -> int:
     run = RunDirectory(args.run or RUNS / f"{default_directory(args.config).name}-lr-find")
     if run.config.exists() and load(run.config).optimizer.schedule != "range_test":
         raise WrongUse(f"--run {run.path}: the directory holds another run; use a new one for the test")
-    if code := _train(args, run):
+    overrides = _overrides(args)
+    if run.config.exists() and (refused := run.refused(load(args.config, overrides))):
+        values = [f"{key} = {shown_value(before)} there, {shown_value(now)} here" for key, before, now in refused]
+        raise WrongUse(
+            f"--run {run.path}: the directory holds another test ({'; '.join(values)}); use a new one, or remove it"
+        )
+    if code := _train(args, run, overrides):
         return code
     test = read_range_test(run)
     if args.plot is not None:
@@ -91,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train(args: argparse.Namespace, run: RunDirectory) -> int:
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """Overrides of the configuration: those of the command line, and the test's own. Refuses what the test sets."""
     chosen = {
         "optimizer.lr": f"{args.highest!r}",
         "optimizer.min_lr_ratio": f"{args.lowest / args.highest!r}",
@@ -102,8 +110,11 @@ def _train(args: argparse.Namespace, run: RunDirectory) -> int:
         key = text.partition("=")[0]
         if key in chosen or key in _FIXED:
             raise WrongUse(f"{text}: lr-find sets {key}{_BY.get(key, '')}; remove it")
+    return [*args.overrides, *(f"{key}={value}" for key, value in (_FIXED | chosen).items())]
+
+
+def _train(args: argparse.Namespace, run: RunDirectory, overrides: list[str]) -> int:
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    overrides = [*args.overrides, *(f"{key}={value}" for key, value in (_FIXED | chosen).items())]
     processes = [] if args.processes is None else ["--processes", str(args.processes)]
     return train.run(parser.parse_args([str(args.config), *overrides, "--run", str(run.path), *processes]))

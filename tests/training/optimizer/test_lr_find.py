@@ -1,5 +1,6 @@
 """`lightscale lr-find` on two sequence ranks; the three rates of curves whose shape is known."""
 
+import argparse
 import json
 import runpy
 import shutil
@@ -12,7 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from lightscale.cli import main
+from lightscale.config.files import load
 from lightscale.runs.run_directory import LineWriter, RunDirectory, read_lines
+from lightscale.study.commands import lr_find
 from lightscale.study.range_test import read_range_test
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -124,3 +127,17 @@ def test_another_run_is_not_continued(workplace: Path, tmp_path: Path, capsys: p
     shutil.copy(workplace / "run.toml", tmp_path / "config.toml")
     assert main(["lr-find", str(workplace / "run.toml"), "--run", str(tmp_path)]) == 2
     assert f"--run {tmp_path}: the directory holds another run" in capsys.readouterr().err
+
+
+def test_another_test_is_not_continued(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training's own message would offer --allow-change, which lr-find does not have."""
+    words = ["lr-find", str(workplace / "run.toml"), f"data.store={workplace}/store", "--run", str(tmp_path / "run")]
+    parser = argparse.ArgumentParser()
+    lr_find.add_arguments(parser)
+    overrides = lr_find._overrides(parser.parse_args(words[1:]))
+    RunDirectory(tmp_path / "run").create(load(workplace / "run.toml", overrides))
+    assert main([*words, "--to", "0.5"]) == 2
+    message = capsys.readouterr().err
+    assert f"--run {tmp_path / 'run'}: the directory holds another test (" in message
+    assert "optimizer.lr = 1.0 there, 0.5 here" in message
+    assert "--allow-change" not in message
