@@ -15,6 +15,7 @@ from lightscale.models.mup import mup_scales
 from lightscale.parallel.engine import Engine, Objective, Teaching
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import Mesh
+from lightscale.training.memory import keep_freed_memory
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,6 +53,8 @@ def build_engine(
             loss must give the other weights no gradient.
     """
     set_default_backend(config.train.kernels)
+    if trainable and mesh.device.type == "cpu":
+        keep_freed_memory()
     model = config.model
     dtype = dtype or weight_dtype(config.train, mesh.device)
     megatron = transformer_config(

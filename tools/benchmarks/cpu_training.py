@@ -1,7 +1,8 @@
 """Training steps on one thread of a CPU: tokens per CPU second of small models, beside transformers' LLaMA.
 
 Every step is complete: forward, backward, norm and clipping of the gradients, AdamW. transformers' LLaMA has the same
-shape, SDPA and PyTorch's fused AdamW. The models take turns in one process, on random tokens.
+shape, SDPA and PyTorch's fused AdamW. Each model has a process of its own, as its users have, and its allocator as they
+have it; the processes take turns, on random tokens.
 
 What is reachable is measured beside it: the share of a step that is spent in matrix products and in PyTorch's SDPA,
 which no change of ours makes faster. A model whose other work cost nothing would be as many times as fast as
@@ -9,12 +10,15 @@ transformers' LLaMA as its column "products alone" says.
 """
 
 import argparse
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train import random_batches
-from benchmarks.turns import BenchmarkReport, positive, time_in_turns
+from benchmarks.turns import BenchmarkReport, positive
 from lightscale.config.files import load
 from lightscale.config.model import ModelConfig
 from lightscale.config.schema import RunConfig
@@ -82,26 +86,76 @@ def run(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     """The report so far after every length."""
     settings = {name: getattr(args, name) for name in ("size", "lengths", "models", "repeats")}
     lines: list[dict[str, Any]] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        start_mesh(device="cpu", init_method=f"file://{folder}/store") as mesh,
-    ):
-        for length in args.lengths:
-            lines += measure(Shape(size=args.size, length=length), args.models, args.repeats, mesh)
-            figures = {"lines": lines.copy(), "targets": TARGETS, "verdict": {"missed": missed(lines, args.size)}}
-            yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
+    for length in args.lengths:
+        lines += measure(Shape(size=args.size, length=length), args.models, args.repeats)
+        figures = {"lines": lines.copy(), "targets": TARGETS, "verdict": {"missed": missed(lines, args.size)}}
+        yield BenchmarkReport(settings=settings, figures=figures, table=table(figures))
 
 
-def measure(shape: Shape, models: Sequence[str], repeats: int, mesh: Mesh) -> list[dict[str, Any]]:
+class Worker:
+    """A process with one model, which makes a step when it is asked to."""
+
+    def __init__(self, model: str, shape: Shape) -> None:
+        # Not forked: a copy of this process would have its allocator's state and PyTorch's threads.
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, model, shape), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, what: str) -> float:
+        """CPU seconds of a "step", or the share of products of a "profile". RuntimeError: the process has ended."""
+        try:
+            self._ours.send(what)
+            found: float = self._ours.recv()
+        except (EOFError, OSError) as fault:
+            self._process.join()
+            raise RuntimeError(f"a process of the benchmark ended with {self._process.exitcode}") from fault
+        return found
+
+    def end(self) -> None:
+        """End the process; it removes its folder."""
+        with suppress(OSError):
+            self._ours.send("end")
+        self._process.join(timeout=60)
+        self._process.kill()
+
+
+def _serve(connection: Connection, model: str, shape: Shape) -> None:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        if model == OTHER:
+            step = transformers_step(shape.config("llama"))
+        else:
+            mesh = ends.enter_context(start_mesh(device="cpu", init_method=f"file://{folder}/store"))
+            step = own_step(shape.config(model), mesh)
+        while (what := connection.recv()) != "end":
+            if what == "profile":
+                connection.send(share_of_products(step))
+                continue
+            start = time.process_time()
+            step()
+            connection.send(time.process_time() - start)
+
+
+def measure(shape: Shape, models: Sequence[str], repeats: int) -> list[dict[str, Any]]:
     """A line for each model at one length."""
-    configs = {model: shape.config(model) for model in models}
     known = shape.config("llama")
-    steps = {OTHER: transformers_step(known)} | {model: own_step(config, mesh) for model, config in configs.items()}
-    samples_s = time_in_turns({name: {"step": step} for name, step in steps.items()}, repeats, clock=time.process_time)
+    workers = {name: Worker(name, shape) for name in (OTHER, *models)}
+    samples_s: dict[str, list[float]] = {name: [] for name in workers}
+    try:
+        # The first two rounds do not count: buffers and the allocator grow in them.
+        for repeat in range(-2, repeats):
+            for name, worker in workers.items():
+                elapsed_s = worker.ask("step")
+                if repeat >= 0:
+                    samples_s[name].append(elapsed_s)
+        shares = {name: worker.ask("profile") for name, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.end()
     tokens = known.train.global_batch_size * shape.length
-    times_s = {name: statistics.median(found["step"]) for name, found in samples_s.items()}
+    times_s = {name: statistics.median(found) for name, found in samples_s.items()}
     speeds = {name: tokens / time_s for name, time_s in times_s.items()}
-    shares = {name: share_of_products(step) for name, step in steps.items()}
     print(", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()), file=sys.stderr, flush=True)
     return [
         {
@@ -112,7 +166,7 @@ def measure(shape: Shape, models: Sequence[str], repeats: int, mesh: Mesh) -> li
             "times_transformers": speed / speeds[OTHER],
             "share_of_products": shares[name],
             "times_with_products_alone": times_s[OTHER] / (times_s[name] * shares[name]),
-            "samples_s": samples_s[name]["step"],
+            "samples_s": samples_s[name],
         }
         for name, speed in speeds.items()
     ]
