@@ -197,7 +197,8 @@ def weigh(cut: Chunks, k: Tensor, z: Tensor, documents: Tensor | None, dtype: to
     writes.mul_(rescale)
     entered = enter.unsqueeze(-2) if masks is None else enter.unsqueeze(-2) * masks.incoming
     torch.addcmul(entered, sums, rescale, out=sums)
-    is_small = bool(sums.amin() < _LEAST_WEIGHT)
+    # Of a NaN in one document too, which must not hide the sums of the others.
+    is_small = not bool(sums.amin() >= _LEAST_WEIGHT)
     if is_small and _is_lost(sums, cut.tokens(k).transpose(2, 3), masks, z_enter):
         return None
     reads = sums.reciprocal_()

@@ -250,6 +250,18 @@ def test_overflow_stays_in_its_document() -> None:
         assert error(results[name][:, 90:], alone[name]) < 1e-5
 
 
+def test_nan_in_one_document_leaves_steep_chunks_of_another_in_halves() -> None:
+    """The rise of z in the second document asks for halves, whatever the sums of the first are."""
+    case = make_case(1, 256, (8, 8), with_state=False, starts=[[128]]).to(torch.float32, torch.float32)
+    case.k[:, 140:200] += torch.linspace(0, 300, 60)[:, None, None]
+    expected = run(case)
+    case.k[:, 5] = torch.inf
+    results = run(case)
+    assert not results["o"][:, 5:128].isfinite().any()
+    for name in ("o", "dq", "dk", "dv"):
+        assert torch.equal(results[name][:, 128:], expected[name][:, 128:])
+
+
 def restrict(case: Case, begin: int, end: int) -> tuple[Case, Tensor]:
     """A rank's tokens [begin, end) of every row, and which rows (B,) begin with a new document."""
     rows, tokens = case.q.shape[:2]
