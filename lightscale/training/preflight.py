@@ -243,7 +243,8 @@ def weights_left(config: RunConfig, run: RunDirectory) -> int:
 
 def exports_left(config: RunConfig, run: RunDirectory) -> int:
     """Number of remaining exports of `run`, which are never removed either."""
-    return max(0, config.own_multiples(config.checkpoint.export_every) - len(list_steps(run.exports)))
+    written = sum(step > config.parent_steps for step in list_steps(run.exports))
+    return max(0, config.own_multiples(config.checkpoint.export_every) - written)
 
 
 def export_bytes(config: RunConfig) -> int:

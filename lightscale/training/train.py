@@ -250,6 +250,7 @@ class Trainer:
             engine=self.engine,
             largest=self._largest,
             only_finite=config.guard.enabled,
+            parent_steps=config.parent_steps,
             export_options=export_options(config),
         )
         self.recovery = Recovery(

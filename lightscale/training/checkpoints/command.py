@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,8 +272,11 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export_every(directory: RunDirectory) -> int | None:
-    return load(directory.config).checkpoint.export_every if directory.config.exists() else None
+def _unexported(directory: RunDirectory, steps: Sequence[int]) -> set[int]:
+    if not directory.config.exists():
+        return set()
+    config = load(directory.config)
+    return unexported(directory, config.checkpoint.export_every, steps, after=config.parent_steps)
 
 
 def _prune_held(directory: RunDirectory, retention: Retention, *, dry_run: bool) -> tuple[list[int], list[int]]:
@@ -286,7 +289,7 @@ def _prune_held(directory: RunDirectory, retention: Retention, *, dry_run: bool)
             good.append(one.step)
     old = retention.superseded([one.step for one in every], good)
     # What `lightscale evaluate --follow` has still to read, and what the run, resumed, has still to export.
-    spared = needed(directory, old) | unexported(directory, _export_every(directory), old)
+    spared = needed(directory, old) | _unexported(directory, old)
     old = [step for step in old if step not in spared]
     if not dry_run:
         remove(directory.checkpoints, old)

@@ -60,11 +60,15 @@ def export_options(config: RunConfig) -> list[str]:
     return ["--merge"] if task_class(config.task.name).predicts_noise else ["--adapter"]
 
 
-def unexported(run: RunDirectory, every: int | None, steps: Collection[int]) -> set[int]:
-    """Those of ``steps`` that `checkpoint.export_every` = ``every`` asks exports of, and that have none yet."""
+def unexported(run: RunDirectory, every: int | None, steps: Collection[int], *, after: int) -> set[int]:
+    """Those of ``steps`` that `checkpoint.export_every` = ``every`` asks exports of, and that have none yet.
+
+    ``after``: the last step that is not the run's own: the first checkpoint of a branch is its parent's.
+    """
     if every is None:
         return set()
-    return {step for step in steps if step % every == 0 and not (run.exports / directory_name(step)).exists()}
+    due = (step for step in steps if step > after and step % every == 0)
+    return {step for step in due if not (run.exports / directory_name(step)).exists()}
 
 
 class Exports:
@@ -74,13 +78,20 @@ class Exports:
         directory: of the run.
         journal: where each is recorded.
         every: steps between two of them; None: none are made, as on all ranks but one.
+        after: see ``unexported``.
         options: further ones of `lightscale export`.
     """
 
     def __init__(
-        self, directory: RunDirectory, journal: Journal, *, every: int | None, options: Sequence[str] = ()
+        self,
+        directory: RunDirectory,
+        journal: Journal,
+        *,
+        every: int | None,
+        after: int = 0,
+        options: Sequence[str] = (),
     ) -> None:
-        self._run, self._journal, self._every = directory, journal, every
+        self._run, self._journal, self._every, self._after = directory, journal, every, after
         self._options = options
         self._current: _Export | None = None
         self._failed: set[int] = set()
@@ -106,7 +117,9 @@ class Exports:
 
     def needed(self, steps: Collection[int]) -> set[int]:
         """Those of ``steps`` whose checkpoints are still to be exported. For any thread."""
-        return set() if self._gave_up else unexported(self._run, self._every, steps) - self._failed
+        if self._gave_up:
+            return set()
+        return unexported(self._run, self._every, steps, after=self._after) - self._failed
 
     def saved(self, step: int) -> None:
         """A checkpoint of ``step`` was written just now."""

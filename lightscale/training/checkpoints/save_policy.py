@@ -43,13 +43,14 @@ class SavePolicy:
         engine: Engine,
         largest: Largest,
         only_finite: bool,
+        parent_steps: int = 0,
         export_options: Sequence[str] = (),
     ) -> None:
         self._config, self._journal, self._heartbeat, self._engine = config, journal, heartbeat, engine
         self._largest = largest
         is_first = engine.mesh.rank == 0
         every = config.export_every if is_first else None
-        self.exports = Exports(directory, journal, every=every, options=export_options)
+        self.exports = Exports(directory, journal, every=every, after=parent_steps, options=export_options)
         """Those of rank 0."""
         followed = partial(needed, directory)
         self.saver = Saver(

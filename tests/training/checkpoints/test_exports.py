@@ -84,6 +84,15 @@ def test_one_after_the_other_and_their_checkpoints_are_kept(run: RunDirectory) -
     assert (run.exports / "step-00000008/ranks").read_text() == "[]", "it would be taken for a rank"
 
 
+def test_a_branch_does_not_export_its_parents_checkpoint(run: RunDirectory) -> None:
+    """Its first one, of step 4."""
+    (run.path / "go").touch()
+    with Exports(run, Journal(run, enabled=True), every=4, after=4) as one:
+        assert one.needed([4, 6, 8]) == {8}
+        wait(one, lambda: not one.is_busy)
+    assert list_steps(run.exports) == [8, 12]
+
+
 def test_other_ranks_export_nothing(run: RunDirectory) -> None:
     with exports_of(run, every=None) as one:
         one.saved(4)
