@@ -78,7 +78,11 @@ def check_ranks(config: RunConfig, world_size: int) -> None:
     # Neither batches nor sequences are those of training: they fit any layout. But images have one length.
     batch = max(1, world_size // inner)
     sizes = {"global_batch_size": batch, "micro_batch_size": 1, "rampup_batch_size": []}
-    update: dict[str, Any] = {"train": config.train.model_copy(update=sizes)}
+    update: dict[str, Any] = {
+        "train": config.train.model_copy(update=sizes),
+        # Of training steps, which have more micro-batches.
+        "metrics": config.metrics.model_copy(update={"gradient_noise_every": 0}),
+    }
     if config.model.patches is None:
         update["data"] = config.data.model_copy(update={"sequence_length": inner, "curriculum": []})
     else:

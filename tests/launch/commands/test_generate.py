@@ -20,6 +20,8 @@ import pytest
 from lightscale.cli import main
 from lightscale.config.files import load
 from lightscale.data_pipeline.tokenizers import train_sentencepiece
+from lightscale.errors import UserError
+from lightscale.launch.commands.model_ranks import check_ranks
 from lightscale.runs.run_directory import RunDirectory
 
 TESTS = Path(__file__).parents[2]
@@ -42,6 +44,15 @@ PROMPTS: list[dict[str, Any]] = [
 ]
 LINES = [prompt["prompt"] for prompt in PROMPTS if "\u2028" not in prompt["prompt"]]
 OPTIONS = ["--tokens", "12", "--temperature", "1", "--seed", "3"]
+
+
+def test_ranks_fit_whatever_a_step_of_training_measures(tiny_config: Callable[..., Any]) -> None:
+    """A run with measurements of the gradient noise can be used: by one rank, and by stages."""
+    words = ["metrics.gradient_noise_every=2", "train.global_batch_size=8", "train.micro_batch_size=2"]
+    check_ranks(tiny_config(*words), 1)
+    check_ranks(tiny_config(*words, "parallel.pipeline=2"), 2)
+    with pytest.raises(UserError, match="1 processes cannot be divided"):
+        check_ranks(tiny_config(*words, "parallel.pipeline=2"), 1)
 
 
 def called(*words: str, stdin: str = "") -> Outcome:
