@@ -33,6 +33,8 @@ _OTHERS = (
     *("input_multiplier", "final_logit_cap", "grid", "tpe", "patches"),
 )
 """Settings that may differ, and change the function of kept weights; with options of mixers that both have."""
+_OF_INITIAL_WEIGHTS = ("initial_decay",)
+"""Options of mixers that decide what is drawn, and nothing of kept weights."""
 _KEYS = {"input_multiplier": "model.embedding_multiplier (times that of model.mup)"}
 """Names for people of what is no key."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -202,7 +204,11 @@ def other_settings(source: ModelConfig, target: ModelConfig) -> list[str]:
     settings = [(_KEYS.get(key, f"model.{key}"), getattr(source, key), getattr(target, key)) for key in _OTHERS]
     for name in sorted({*source.layers} & {*target.layers}):
         there, here = (model.layer_options(model.layers.index(name)).model_dump() for model in (source, target))
-        settings += [(f"model.mixer_options.{name}.{key}", there[key], here[key]) for key in here]
+        settings += [
+            (f"model.mixer_options.{name}.{key}", there[key], here[key])
+            for key in here
+            if key not in _OF_INITIAL_WEIGHTS
+        ]
     return [
         f"{key} = {_shown(now)} here and {_shown(before)} there: kept weights compute something else"
         for key, before, now in settings

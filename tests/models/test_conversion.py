@@ -108,6 +108,9 @@ def test_settings_that_are_no_weights_are_said() -> None:
         "model.mixer_options.llama.rope_theta = 10000.0 here and 500000.0 there: kept weights compute something else",
     ]
     assert other_settings(there, there) == []
+    # Only drawn weights differ by it.
+    options = [{"vector_decay": True, "initial_decay": decay} for decay in (0.5, "s4d-real")]
+    assert other_settings(*(shape("lion-s", mixer_options={"lion-s": one}) for one in options)) == []
     (line,) = other_settings(shape("tnl"), shape("tnl", grid={"shape": [4, 4]}))
     assert line.startswith('model.grid = {shape = [4, 4], leading_tokens = 1} here and "none" there: kept weights')
 
