@@ -300,6 +300,10 @@ def test_constants_of_the_parents_length_stay(workplace: Path, monkeypatch: pyte
         ),
         (["runs/decaying", "--anneal", "2"], r'runs/decaying: optimizer\.schedule = "cosine" has no stable phase'),
         (["runs/constant", "--anneal", "2"], r"no checkpoint in the stable phase of runs/constant, .*: none"),
+        (
+            ["runs/average", "--anneal", "2"],
+            r'runs/average: optimizer\.name = "schedulefree" averages in the place of a decay: its checkpoints are',
+        ),
         (["runs/never", "--anneal", "2"], r"no run runs/never"),
         (
             ["run.toml", *WSD, "train.steps=9", "optimizer.decay_steps=2", "train.branch_from=runs/parent@12"],
@@ -319,6 +323,8 @@ def test_what_cannot_branch_off_is_refused_by_name(
     monkeypatch.chdir(workplace)
     for name, schedule in (("decaying", "cosine"), ("constant", "constant")):
         RunDirectory(f"runs/{name}").create(load("run.toml", [f"optimizer.schedule={schedule}"]))
+    words_of_average = ["optimizer.name=schedulefree", "optimizer.schedule=constant"]
+    RunDirectory("runs/average").create(load("run.toml", words_of_average))
     before = sorted(Path("runs").iterdir())
     assert main(["train", *words]) in (2, 78)
     assert re.search(message, capsys.readouterr().err, re.MULTILINE)

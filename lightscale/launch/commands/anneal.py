@@ -10,11 +10,12 @@ from pathlib import Path
 from lightscale.config.arguments import require_run, run_path
 from lightscale.config.fields import toml_value
 from lightscale.config.files import load
-from lightscale.config.optimizers import length_defaults
+from lightscale.config.optimizers import length_defaults, optimizer_class
 from lightscale.config.schedules.registry import schedule_of
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.launch.commands.checks import WrongUse
+from lightscale.parallel.optimizer_spec import AveragedSpec
 from lightscale.runs.run_directory import RunDirectory
 from lightscale.training.branch import parent_of
 from lightscale.training.checkpoints.directories import list_steps
@@ -101,6 +102,11 @@ def _decay_steps(text: str, step: int) -> int:
 def _step(args: argparse.Namespace, parent: RunDirectory, config: RunConfig) -> int:
     """The step of the parent's checkpoint."""
     optimizer = config.optimizer
+    if issubclass(optimizer_class(optimizer.name), AveragedSpec):
+        raise UserError(
+            f'{parent.path}: optimizer.name = "{optimizer.name}" averages in the place of a decay: its checkpoints are '
+            "the averages, to evaluate and export without one"
+        )
     stable = schedule_of(optimizer).stable_steps(optimizer, config.total_steps)
     if stable is None:
         raise UserError(
