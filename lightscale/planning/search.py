@@ -132,6 +132,8 @@ def explain_none(config: RunConfig, *, nodes: int, sequence_length: int, hardwar
             "parallel": parallel,
             "data": config.data.model_copy(update={"sequence_length": sequence_length}),
             "train": config.train.model_copy(update={"global_batch_size": batch, "rampup_batch_size": []}),
+            # The batch is the least that these ranks share, not that of a step.
+            "metrics": config.metrics.model_copy(update={"gradient_noise_every": 0}),
         }
     )
     try:
@@ -228,8 +230,9 @@ class _Search:
                     share = gcd(batch, *self.ramp) // data
                     sizes = _micro_batch_sizes(share) if given is None else (given,)
                     layouts = [self._checked(parallel, batch, size) for size in sizes]
-                    if all(layouts):
-                        yield [layout for layout in layouts if layout is not None]
+                    # A measurement of the gradient noise asks for several micro-batches, which large ones leave not.
+                    if possible := [layout for layout in layouts if layout is not None]:
+                        yield possible
 
     def _degrees(self, axis: str, ranks: int, *, most: int) -> list[int]:
         """Of `ranks`, how many can share the axis."""

@@ -15,7 +15,7 @@ from lightscale.config.mixers import MIXERS
 from lightscale.config.schema import RunConfig
 from lightscale.errors import UserError
 from lightscale.planning.hardware import H100, with_settings
-from lightscale.planning.search import Fixed, best_layouts, least_nodes, run_seconds
+from lightscale.planning.search import Fixed, best_layouts, explain_none, least_nodes, run_seconds
 from lightscale.planning.step_cost import CostModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -89,6 +89,22 @@ def test_layouts_divide_every_batch_of_a_ramp() -> None:
         expected += steps * like[0].step_s
     assert run.step_tokens.steps_to(100_000) == 20 + 8 + 89
     assert run_seconds(run, best, H100) == pytest.approx(expected)
+
+
+def test_layouts_leave_micro_batches_for_the_gradient_noise() -> None:
+    """All but those whose data ranks have one sequence each; and the fault of a layout is its own."""
+    where: Any = {"nodes": 1, "sequence_length": 8 * K, "hardware": H100}
+    plain, measuring = (
+        config("tnl-70m", "train.global_batch_size=8", *more) for more in ([], ["metrics.gradient_noise_every=10"])
+    )
+    free, found = (best_layouts(one, **where, fixed=FREE) for one in (plain, measuring))
+    assert all(one.layout.num_microbatches > 1 for one in found)
+    of_ranks, of_all = (
+        {replace(one.layout, micro_batch_size=1, num_microbatches=1) for one in several} for several in (found, free)
+    )
+    assert of_ranks == {one for one in of_all if one.data < 8} < of_all
+    error = explain_none(measuring, **where, fixed=Fixed(axes={"tensor": 3}))
+    assert "8 processes cannot be divided among parallel.tensor = 3" in str(error)
 
 
 def test_the_micro_batch_is_the_smallest_than_which_none_is_clearly_faster() -> None:
