@@ -7,6 +7,7 @@ import os
 from lightscale.config.arguments import RUNS, add_config, add_overrides, add_run_option, path_argument
 from lightscale.config.fields import shown_value
 from lightscale.config.files import load
+from lightscale.errors import UserError
 from lightscale.launch.commands import train
 from lightscale.launch.commands.checks import WrongUse, default_directory
 from lightscale.launch.environment import RankEnvironment
@@ -110,6 +111,11 @@ def _overrides(args: argparse.Namespace) -> list[str]:
         key = text.partition("=")[0]
         if key in chosen or key in _FIXED:
             raise WrongUse(f"{text}: lr-find sets {key}{_BY.get(key, '')}; remove it")
+    if (parent := _parent(args)) is not None:
+        raise WrongUse(
+            f'train.branch_from = "{parent}": the rates of a test grow from its step 1, and a branch begins behind it; '
+            f"test the weights with train.branch_from=none train.init_from={parent}"
+        )
     return [*args.overrides, *(f"{key}={value}" for key, value in (_FIXED | chosen).items())]
 
 
@@ -118,3 +124,11 @@ def _train(args: argparse.Namespace, run: RunDirectory, overrides: list[str]) ->
     train.add_arguments(parser)
     processes = [] if args.processes is None else ["--processes", str(args.processes)]
     return train.run(parser.parse_args([str(args.config), *overrides, "--run", str(run.path), *processes]))
+
+
+def _parent(args: argparse.Namespace) -> str | None:
+    """``train.branch_from``; None also of a configuration that is none without the keys of the test."""
+    try:
+        return load(args.config, args.overrides).train.branch_from
+    except UserError:
+        return None

@@ -110,6 +110,10 @@ def test_a_test_on_two_ranks_has_the_rates_and_its_run_has_the_losses(workplace:
         (["--steps", "9"], "--steps 9: must be at least 10"),
         (["--to", "1000"], "optimizer.lr"),
         (["--plot", "a.gif"], "--plot a.gif: a picture has the suffix .png, .svg, .pdf"),
+        (
+            ["train.branch_from=runs/parent@4"],
+            "and a branch begins behind it; test the weights with train.branch_from=none train.init_from=runs/parent@4",
+        ),
     ],
 )
 def test_wrong_use_is_refused_before_a_run_is_there(
