@@ -152,7 +152,9 @@ def run_part(part: Part, results: Path, folder: Path, limit_s: float) -> dict[st
     if not saved.exists() or saved.stat().st_mtime < started:
         return found | {"saved": None, "missed": ["nothing was saved"]}
     figures = json.loads(saved.read_text(encoding="utf-8"))
-    missed = figures["verdict"]["missed"] + ([] if figures["complete"] else ["it was stopped early"])
+    # What is wrong with one part does not end the others.
+    missed = figures.get("verdict", {}).get("missed", ["its file has no verdict"])
+    missed += [] if figures["complete"] else ["it was stopped early"]
     return found | {"saved": saved.name, "missed": missed}
 
 

@@ -50,6 +50,16 @@ def check(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, **par
     return code, json.loads(saved.read_text())["parts"]
 
 
+def test_a_benchmark_without_a_verdict_fails_alone(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts = {"train": benchmark_part(tool, "train", verdict={}), "models": pytest_part(tool, 0, OTHER)}
+    code, found = check(tool, monkeypatch, tmp_path, **parts)
+    assert code == 1
+    assert found["train"]["missed"] == ["its file has no verdict"]
+    assert found["models"]["exit_code"] == 0
+
+
 def test_everything_well(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parts = {
         "operators": pytest_part(tool, 0, GOOD, SKIPPED),

@@ -1,6 +1,8 @@
 """A visit within a budget: a part that crashes, hangs or runs out of memory does not stop the others."""
 
 import json
+import os
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -75,3 +77,16 @@ def test_paths_and_benchmarks_of_parts_exist(tool: ModuleType) -> None:
     words = [word for one in tool.PARTS.values() for word in (*one.command, *one.full, *one.small)]
     paths = [word for word in words if word.startswith(("tests/", "tools/", "configs/"))]
     assert paths and all((tool.ROOT / path).exists() for path in paths)
+
+
+def test_the_check_starts_without_what_a_bundle_does_not_bring(tools_path: Path) -> None:
+    """On a machine of PyTorch and Triton: an import of an extra at the top of any benchmark would end the visit."""
+    from cuda_twin import bare_packages
+
+    hidden = bare_packages.lacking()
+    assert {"transformers", "tokenizers", "matplotlib"} <= hidden
+    path = os.pathsep.join(map(str, (tools_path / "cuda_twin" / "everywhere", tools_path, tools_path.parent)))
+    script = "import bench, gpu_check, gpu_visit, importlib.util; assert importlib.util.find_spec('tokenizers') is None"
+    environment = {**os.environ, "PYTHONPATH": path, "TWIN_HIDES": ",".join(sorted(hidden))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -349,7 +349,9 @@ def run_fp8(args: argparse.Namespace, measure_one: Measure = measure_apart) -> I
         attempts = Attempts(settings, list(RECOMPUTE), measure_one)
         row = attempts.fastest(args.length)
         found[fp8] = attempts.failures if row is None else row
-        yield dict(found)
+        reasons = {way: row for way, row in found.items() if isinstance(row, list)}
+        missed = [f"train.fp8 = {way}: {one['reason']}" for way, failures in reasons.items() for one in failures]
+        yield found | {"verdict": {"missed": missed}}
 
 
 def fp8_table(figures: dict[str, Any]) -> Table:

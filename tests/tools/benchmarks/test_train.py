@@ -1,5 +1,6 @@
 """``tools/bench.py train``: what it measures is a whole training step; recomputation follows memory; targets."""
 
+import argparse
 import json
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -116,3 +117,22 @@ def test_targets(tool: ModuleType) -> None:
     assert tool.judge(figures | {"lengths": bad, "config": "configs/llama-1b.toml"})["targets"] is None
     elsewhere = {length: one | {"device": "NVIDIA A100"} for length, one in bad.items()}
     assert tool.judge(figures | {"lengths": elsewhere}) == {"targets": None, "missed": []}
+
+
+def test_fp8_beside_bf16(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """A way that does not fit at any recomputation is named in the verdict, which `make gpu-check` reads."""
+    del capsys
+    parser = argparse.ArgumentParser()
+    tool.fp8_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args([CONFIG, "--length", "64", "--tokens-per-step", "128"])
+
+    def measure(case: Any) -> dict[str, Any]:
+        if case.fp8 == "current":
+            raise torch.cuda.OutOfMemoryError
+        return {"tokens_per_s": 1000.0, "recompute": case.recompute}
+
+    first, both = tool.run_fp8(args, measure)
+    assert first["verdict"] == {"missed": []}
+    assert first["none"]["tokens_per_s"] == 1000.0
+    assert set(both["verdict"]["missed"]) == {"train.fp8 = current: OutOfMemoryError"}

@@ -23,7 +23,6 @@ from lightscale.config.schedules.registry import learning_rate
 from lightscale.config.schema import RunConfig
 from lightscale.parallel.mesh import start_mesh
 from lightscale.parallel.micro_batch import GivenMicroBatch
-from lightscale.study.fits.optimum import Optimum, optimum
 from lightscale.training.build import build_engine
 
 STANDARD, MUP = "standard", "mup"
@@ -155,6 +154,9 @@ def of(lines: Sequence[dict[str, Any]], rate: float, seed: int) -> float:
 
 def lowest(rates: Sequence[float], losses: np.ndarray) -> tuple[float, float, tuple[float, float] | None]:
     """Rate, loss, 95 % interval of the lowest point; where there is none, the best rate. ``losses``: (seeds, rates)."""
+    # SciPy is an extra, and bench.py starts on machines without it.
+    from lightscale.study.fits.optimum import Optimum, optimum  # noqa: PLC0415
+
     found = optimum(dict(zip(rates, losses.T.tolist(), strict=True)))
     if isinstance(found, Optimum):
         return found.value, found.loss, found.interval

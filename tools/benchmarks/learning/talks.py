@@ -7,8 +7,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 _FOOD = """
 apple bread cake egg fig ham jam kiwi lime milk nut oil pear rice salt tea
 bean beef beet bun corn crab date dill fish flour grape honey leek lemon mango melon
@@ -66,6 +64,9 @@ def messages(turns: list[tuple[str, str, str]]) -> dict[str, Any]:
 
 def write_corpora(folder: Path, count: int) -> None:
     """``count`` conversations, and a tokenizer of the reference pages of Python's ``help()``."""
+    # An extra: `bench.py` starts on machines without it.
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415
+
     lines = [json.dumps(messages(turns)) for turns in talks(count, seed=1, held_out=False)]
     (folder / "talks.jsonl").write_text("\n".join(lines), encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())
