@@ -24,6 +24,9 @@ _BATCH_ELEMENTS = 2**17
 # Replaces -inf, whose exponential is 0 too: differences of infinities would be NaN.
 _LOWEST = -1000.0
 
+# Where no chunk of a batch decays below its exponential, the decay of a pair is a product of two finite factors.
+_STEEP = -80.0
+
 
 class LogDecaySums(NamedTuple):
     """Sums of log decays (B, T, H) from the start of a row or chunk, in fp64, because large sums are subtracted."""
@@ -74,16 +77,29 @@ def chunk_decays(log_decay: Tensor, gate: Gate, dtype: torch.dtype) -> LionChunk
     def of_chunks(x: Tensor) -> Tensor:
         return x.unflatten(0, (num_rows, num_chunks)).transpose(2, 3).to(dtype)
 
-    forward, backward = (x.transpose(1, 2).contiguous() for x in (sums.forward, sums.backward))
-    # One of the two differences is at most 0: the one of the pair's direction.
-    between = forward[..., :, None] - forward[..., None, :]
-    between = torch.minimum(between, backward[..., None, :] - backward[..., :, None])
     return LionChunkDecays(
         reads=of_chunks(read_weights(sums)),
         writes=of_chunks(write_weights(sums)),
-        pairs=between.to(dtype).exp_().unflatten(0, (num_rows, num_chunks)),
+        pairs=_pair_decays(sums, dtype).unflatten(0, (num_rows, num_chunks)),
         through=of_chunks(sums.total.exp()[..., None]),
     )
+
+
+def _pair_decays(sums: LogDecaySums, dtype: torch.dtype) -> Tensor:
+    """The decays (B, H, L, L) between the tokens of chunks, from sums (B, L, H)."""
+    forward, backward, total = (x.transpose(1, 2).contiguous() for x in sums)
+    # A NaN in one document must not hide the steep chunks of another.
+    if not total.numel() or not total.amin() >= _STEEP:
+        # One of the two differences is at most 0: the one of the pair's direction.
+        between = forward[..., :, None] - forward[..., None, :]
+        return torch.minimum(between, backward[..., None, :] - backward[..., :, None]).to(dtype).exp_()
+    # Each factor is the decay to a point in the middle of the chunk, or from it, so no difference of pairs is needed.
+    up, down = ((x - total / 2).exp().to(dtype) for x in (forward, backward))
+    before, behind = ((total / 2 - x).exp().to(dtype) for x in (forward, backward))
+    earlier = (up[..., :, None] * before[..., None, :]).tril_(-1)
+    earlier += (behind[..., :, None] * down[..., None, :]).triu_(1)
+    earlier.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return earlier
 
 
 @dataclass(frozen=True, kw_only=True)
