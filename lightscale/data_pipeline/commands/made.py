@@ -25,6 +25,9 @@ def add_parsers(commands: Any) -> None:
         validation = f"documents of the source {name}-validation (default: one for {_VALIDATION_SHARE} of the others)"
         add("--validation", type=int, metavar="N", help=validation)
         add("--seed", type=int, default=0, help="seed of all documents (default: %(default)s)")
+        if generator.has_images:
+            images = "write images, for models of images (default: a token for each pixel, for models of sequences)"
+            add("--images", action="store_true", help=images)
         generator.add_arguments(parser)
         add("--json", action="store_true", help="print the report as JSON")
         parser.set_defaults(run_data=functools.partial(_make, name))
@@ -42,6 +45,7 @@ def _make(name: str, args: argparse.Namespace) -> int:
             documents=args.documents,
             validation=validation,
             seed=args.seed,
+            as_images=getattr(args, "images", False),
             progress=progress,
         )
     seconds = time.monotonic() - started

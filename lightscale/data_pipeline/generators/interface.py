@@ -30,6 +30,8 @@ class MadeDocument:
     text: str
     label: int | None = None
     """Its class, where the generator has ``classes``."""
+    pixels: NDArray[np.uint8] | None = None
+    """(height, width, channels), where documents are images."""
     counts: NDArray[np.uint8] | None = None
     """(n,) 1 where a token counts as a label, where the generator ``has_loss_mask``."""
 
@@ -39,10 +41,20 @@ class Generator(ABC):
 
     help: ClassVar[str]
     """A line about it, for the list of commands."""
-    classes: ClassVar[Sequence[str]] = ()
-    """Names of the classes that labels are the numbers of; none: documents have no labels."""
+    has_images: ClassVar[bool] = False
+    """Whether documents are images, which a store can hold as such in place of their tokens."""
     has_loss_mask: ClassVar[bool] = False
     """Whether documents have a mask of the tokens that count."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes that labels are the numbers of; none: documents have no labels."""
+        return ()
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """(height, width, channels) of documents that are images."""
+        return None
 
     @staticmethod
     @abstractmethod

@@ -7,6 +7,11 @@ section 2.4: 32 x 32 pixels are 1,024 tokens; Path-X has 128 x 128, 16,384 token
 paths and shorter distractors of dashes, each turned by a small random angle from the one before, that keep a distance
 from each other. The images are not theirs: sizes are shares of the image's side, and in every image the ends of one
 path are as far from each other as two ends of different paths, so that the distance of the marks says nothing.
+
+    traced: one mark at an end of a long path; the class is where its other end is, seen from the mark
+
+A share of such images is ours too. Whether marks are joined is one bit, which depends on all of a path: a model finds
+nothing to begin with. Where a path leads is learned bit by bit, from its first dash on.
 """
 
 import argparse
@@ -34,6 +39,8 @@ _MOST_TRIES, _MOST_STARTS, _MOST_TURNS = 500, 20, 6
 _DASH, _GAP, _THICKNESS, _MARK, _CLEARANCE, _MARGIN = 0.035, 0.02, 0.028, 0.045, 0.08, 0.05
 _ALIKE = 0.02
 """Most difference between the marks' distances if they are joined and if they are not."""
+_DIRECTIONS, _RINGS, _RING = 16, 5, 0.16
+"""Of the end of a traced path, seen from its mark: directions and distances; a ring's width, the last is open."""
 _GRAIN = 1024
 """Points lie on a grid of so many places a pixel: the last digits of sines differ between machines."""
 
@@ -53,8 +60,11 @@ class Pathfinder(Generator):
     curvature: float = 0.5
     """Most of the angle between two dashes, in radians."""
 
+    traced: float = 0.0
+    """Share of images with one mark, classified by the place of the path's other end."""
+
     help = "generate Pathfinder: images by pixels, classified by whether a path joins two marks"
-    classes = ("apart", "joined")
+    has_images = True
 
     def __post_init__(self) -> None:
         require_range("side", self.side, 16, 256)
@@ -62,6 +72,19 @@ class Pathfinder(Generator):
         require_range("distractors", self.distractors, 0, 100)
         if not 0 <= self.curvature <= math.pi:
             raise UserError(f"--curvature {self.curvature}: must be 0 to 3.14")
+        if not 0 <= self.traced <= 1:
+            raise UserError(f"--traced {self.traced}: must be 0 to 1")
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """See ``Generator``: two; if paths are traced, then also each place of an end."""
+        places = [f"ends-{direction}-{ring}" for ring in range(_RINGS) for direction in range(_DIRECTIONS)]
+        return ["apart", "joined", *(places if self.traced else ())]
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """See ``Generator``."""
+        return self.side, self.side, 1
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +95,8 @@ class Pathfinder(Generator):
         add("--contour-length", type=int, default=14, metavar="N", help="dashes of a path (default: 14)")
         add("--distractors", type=int, default=4, metavar="N", help="shorter paths without marks (default: 4)")
         add("--curvature", type=float, default=0.5, metavar="X", help="most turn of a dash in radians (default: 0.5)")
+        traced = "share of images with one mark, classified by where its path ends, to learn from (default: 0)"
+        add("--traced", type=float, default=0.0, metavar="SHARE", help=traced)
 
     def tokenizer(self) -> TiktokenTokenizer:
         """A token for each of 256 shades."""
@@ -79,10 +104,16 @@ class Pathfinder(Generator):
 
     def make(self, random: Random) -> MadeDocument:
         """See ``Generator``. ``UserError`` where hardly any image has room for the paths."""
-        label = integer(random, 0, 1)
-        paths, marks = self.paths(random, is_joined=label == 1)
-        pixels = drawn(self.side, paths, marks)
-        return MadeDocument(text="".join(SHADES[value] for value in pixels.ravel().tolist()), label=label)
+        # Without traced paths no number is taken: their images are those of earlier versions.
+        if self.traced and random.random() < self.traced:
+            paths, ends = self.paths(random, is_joined=True)
+            mark, end = ends if integer(random, 0, 1) else ends[::-1]
+            pixels, label = drawn(self.side, paths, [mark]), 2 + _place(mark, end, self.side)
+        else:
+            label = integer(random, 0, 1)
+            pixels = drawn(self.side, *self.paths(random, is_joined=label == 1))
+        text = "".join(SHADES[value] for value in pixels.ravel().tolist())
+        return MadeDocument(text=text, label=label, pixels=pixels[..., None])
 
     def paths(self, random: Random, *, is_joined: bool) -> tuple[list[Path], tuple[Point, Point]]:
         """The two long paths, then the distractors; and where the marks are."""
@@ -155,7 +186,7 @@ class Pathfinder(Generator):
         return all(_apart(point, one) >= least for one in near)
 
 
-def drawn(side: int, paths: Sequence[Path], marks: tuple[Point, Point]) -> NDArray[np.uint8]:
+def drawn(side: int, paths: Sequence[Path], marks: Sequence[Point]) -> NDArray[np.uint8]:
     """(side, side): white dashes and discs on black, with soft edges of a pixel."""
     y, x = np.mgrid[:side, :side] + 0.5
     shade, share = np.zeros((side, side)), _DASH / (_DASH + _GAP)
@@ -168,6 +199,13 @@ def drawn(side: int, paths: Sequence[Path], marks: tuple[Point, Point]) -> NDArr
     for x0, y0 in marks:
         shade = np.maximum(shade, _MARK * side + 0.5 - np.sqrt((x - x0) ** 2 + (y - y0) ** 2))
     return (np.clip(shade, 0, 1) * 255).round().astype(np.uint8)
+
+
+def _place(mark: Point, end: Point, side: int) -> int:
+    """Number of the place of ``end`` seen from ``mark``: in each ring, the directions from east over south."""
+    x, y = end[0] - mark[0], end[1] - mark[1]
+    direction = int(math.atan2(y, x) % (2 * math.pi) / (2 * math.pi) * _DIRECTIONS) % _DIRECTIONS
+    return min(int(_apart(mark, end) / (_RING * side)), _RINGS - 1) * _DIRECTIONS + direction
 
 
 def _on_grid(x: float) -> float:

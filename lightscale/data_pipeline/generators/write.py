@@ -1,19 +1,21 @@
 """From a generator to a token store: the same bytes for the same generator, seed and number of documents."""
 
+import math
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lightscale.data_pipeline.executors import Progress
 from lightscale.data_pipeline.generators.interface import Generator, MadeDocument
+from lightscale.data_pipeline.images.prepare import image_lengths
 from lightscale.data_pipeline.preparation.report import entropies
-from lightscale.data_pipeline.store.format import LABEL, SPLITS, VALIDATION_SUFFIX, Split, TokenizerIdentity
+from lightscale.data_pipeline.store.format import IMAGE, LABEL, SPLITS, VALIDATION_SUFFIX, Split, TokenizerIdentity
 from lightscale.data_pipeline.store.token_store import SourceWriter, StoreWriter
-from lightscale.data_pipeline.tokenizers import Tokenizer
+from lightscale.data_pipeline.tokenizers import NoText, Tokenizer
 from lightscale.errors import UserError
 
 _STEP = "make documents"
@@ -28,6 +30,7 @@ def write_made_store(
     documents: int,
     validation: int,
     seed: int,
+    as_images: bool = False,
     progress: Progress = lambda step, done, total: None,
 ) -> dict[str, Any]:
     """Write the store ``out`` with the sources NAME and NAME-validation, and return its report.
@@ -38,6 +41,7 @@ def write_made_store(
         generator: makes the documents.
         documents, validation: number of documents of each source; ``validation`` may be 0.
         seed: of all of them. More documents are the same ones and further ones.
+        as_images: write a store of images, as ``data prepare --images`` does, of documents that are images.
         progress: of the documents.
 
     Raises:
@@ -46,13 +50,18 @@ def write_made_store(
     for what, value, least in (("documents", documents, 1), ("validation", validation, 0)):
         if value < least:
             raise UserError(f"--{what} {value}: must be at least {least}")
-    tokenizer = generator.tokenizer()
+    shape = generator.image_shape if as_images else None
+    tokenizer: Tokenizer = generator.tokenizer() if shape is None else NoText()
     counts: dict[Split, NDArray[np.int64]] = {split: np.zeros(tokenizer.vocab_size, np.int64) for split in SPLITS}
     sources = {}
     classes = {LABEL: generator.classes} if generator.classes else None
-    arrays = {LABEL: "int32"} if generator.classes else None
+    arrays: dict[str, Any] = {LABEL: "int32"} if generator.classes else {}
+    layout: dict[str, Any] = {}
+    if shape is not None:
+        arrays[IMAGE] = ("uint8", (math.prod(shape),))
+        layout = {"image_shape": shape, **image_lengths(math.prod(shape))}
     done, total = 0, documents + validation
-    with StoreWriter(out, tokenizer, classes=classes) as writer:
+    with StoreWriter(out, tokenizer, classes=classes, **layout) as writer:
         for split, count in zip(SPLITS, (documents, validation), strict=True):
             of_split = name if split == "train" else name + VALIDATION_SUFFIX
             source = writer.source(of_split, split, has_loss_mask=generator.has_loss_mask, documents=arrays)
@@ -61,15 +70,23 @@ def write_made_store(
                 numbers = range(first, min(first + _DOCUMENTS_AT_ONCE, count))
                 made = [generator.document(seed, split, number) for number in numbers]
                 labels.update(one.label for one in made if one.label is not None)
-                _append(source, made, tokenizer, counts[split])
+                if shape is None:
+                    _append(source, made, tokenizer, counts[split])
+                else:
+                    _append_images(source, made)
                 done += len(made)
                 progress(_STEP, done, total)
             if count:
                 sources[of_split] = _source_report(source, labels, generator)
         report = {
             "tokenizer": asdict(TokenizerIdentity.of(tokenizer)),
+            **(
+                {}
+                if shape is None
+                else {"images": {"shape": list(shape), "read": total, "resize": None, "convert": False}}
+            ),
             "sources": sources,
-            "unigram_entropy_nats": entropies(counts),
+            "unigram_entropy_nats": entropies(counts) if shape is None else {"train": 0.0},
             "generator": {"name": name, "seed": seed, **generator.settings()},
             "weights": None,
             "problems": {},
@@ -94,6 +111,16 @@ def _append(
             loss_mask=one.counts,
             documents=None if one.label is None else {LABEL: one.label},
         )
+
+
+def _append_images(source: SourceWriter, made: list[MadeDocument]) -> None:
+    """Write the pixels of ``made``, each a document of no token but the end of text."""
+    for one in made:
+        assert one.pixels is not None and one.label is not None, "images with classes"
+        values: dict[str, ArrayLike] = {IMAGE: one.pixels.reshape(-1), LABEL: one.label}
+        source.append(np.zeros(0, np.uint32), num_bytes=one.pixels.nbytes, documents=values)
+    # It flushes by tokens, of which an image has one.
+    source.flush()
 
 
 def _source_report(source: SourceWriter, labels: Counter[int], generator: Generator) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def prepare_images(
     layout: dict[str, Any] = {}
     if not settings.as_tokens:
         arrays[IMAGE] = (form.dtype, (math.prod(form.shape),))
-        layout = {"image_shape": form.shape, **_lengths(num_bytes)}
+        layout = {"image_shape": form.shape, **image_lengths(num_bytes)}
     with StoreWriter(out, tokenizer, classes={LABEL: classes}, **layout) as writer:
         sources = {split: writer.source(name, split, documents=arrays) for split, name in settings.sources.items()}
         written: dict[Split, Counter[str]] = {split: Counter() for split in sources}
@@ -222,7 +222,7 @@ def _decoded(images: Iterable[FoundImage], settings: ImageSettings) -> Iterator[
             yield from zip(some, pool.map(lambda one: settings.form.decoded(one.data, one.id), some), strict=True)
 
 
-def _lengths(num_bytes: int) -> dict[str, int]:
+def image_lengths(num_bytes: int) -> dict[str, int]:
     """Lengths of a store's arrays by which zarr chunks of images have about a MiB, and shards half a GiB."""
     per_chunk = max(1, _CHUNK_BYTES // num_bytes)
     chunk_tokens = per_chunk * _TOKENS_PER_DOCUMENT

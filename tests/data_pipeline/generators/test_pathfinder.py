@@ -34,6 +34,17 @@ def flooded(bright: NDArray[np.bool_], start: tuple[int, int]) -> set[tuple[int,
     return seen
 
 
+def last_reached(bright: NDArray[np.bool_], start: tuple[int, int]) -> tuple[int, int]:
+    """The pixel with the longest shortest way from ``start`` over bright neighbours."""
+    seen, ahead = {start}, [start]
+    for row, column in ahead:
+        for near in ((row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)):
+            if near not in seen and all(0 <= one < len(bright) for one in near) and bright[near]:
+                seen.add(near)
+                ahead.append(near)
+    return ahead[-1]
+
+
 def marks(pixels: NDArray[np.int64]) -> set[tuple[int, int]]:
     """Pixels in the middle of white discs: dashes are too thin for a white square of 5 x 5."""
     white = np.lib.stride_tricks.sliding_window_view(pixels == 255, (5, 5)).all((2, 3))
@@ -63,6 +74,45 @@ def test_labels_are_whether_a_path_joins_the_marks(tmp_path: Path) -> None:
             labels.append(label)
     assert 5 < sum(labels) < 25
     assert report["generator"]["contour_length"] == 9
+
+
+def test_a_store_of_images_has_the_pixels_of_the_tokens(tmp_path: Path) -> None:
+    words = ["--documents", "5", "--validation", "2", "--contour-length", "5", "--traced", "0.5"]
+    for name, more in (("tokens", []), ("images", ["--images"])):
+        assert main(["data", "pathfinder", "--out", str(tmp_path / name), *words, *more]) == 0
+    tokens, images = TokenStore(tmp_path / "tokens"), TokenStore(tmp_path / "images")
+    assert images.image_shape == (32, 32, 1)
+    assert images.classes == tokens.classes
+    tokenizer = load_tokenizer(tokens.path)
+    for name, count in (("pathfinder", 5), ("pathfinder-validation", 2)):
+        of_tokens, of_images = tokens.source(name), images.source(name)
+        assert of_images.num_documents == count
+        labels = [source.document_values("label", 0, count).tolist() for source in (of_tokens, of_images)]
+        assert labels[0] == labels[1]
+        for number, pixels in enumerate(of_images.document_values("image", 0, count)):
+            start, stop = of_tokens.document(number)
+            shown = image(tokenizer.decode(of_tokens.read(start + 1, stop)), 32)
+            assert (pixels.reshape(32, 32) == shown).all(), (name, number)
+
+
+def test_a_traced_path_ends_where_its_class_says() -> None:
+    """Its end is the last pixel that a flood from the mark reaches."""
+    made, found = Pathfinder(side=96, contour_length=9, distractors=2, traced=1), []
+    for number in range(30):
+        one = made.document(0, "train", number)
+        assert one.pixels is not None and one.label is not None
+        pixels = one.pixels[..., 0].astype(np.int64)
+        (row, column) = np.mean([*marks(pixels)], axis=0)
+        reached = last_reached(pixels > BRIGHT, (int(row), int(column)))
+        angle = math.degrees(math.atan2(reached[0] - row, reached[1] - column)) % 360
+        _, direction, ring = made.classes[one.label].split("-")
+        off = (angle - 22.5 * (int(direction) + 0.5) + 180) % 360 - 180
+        # Half a direction, and the gap behind the last dash.
+        assert abs(off) < 11.25 + 6, number
+        distance = math.dist(reached, (row, column)) / 96
+        assert 0.16 * int(ring) - 0.03 < distance < 0.16 * (int(ring) + 1) + 0.03 or int(ring) == 4, number
+        found.append((direction, ring))
+    assert len(set(found)) > 15
 
 
 def test_the_distance_of_the_marks_says_nothing() -> None:
@@ -95,6 +145,7 @@ def test_an_image_depends_on_seed_split_and_number_alone() -> None:
     ("words", "message"),
     [
         (["--side", "8"], "--side 8: must be 16 to 256"),
+        (["--traced", "2"], "--traced 2.0: must be 0 to 1"),
         (["--curvature", "7"], "--curvature 7.0: must be 0 to 3.14"),
         (["--side", "16", "--contour-length", "90"], "none of 500 images has room for --contour-length 90"),
     ],
