@@ -91,6 +91,9 @@ class PatchesConfig(Section):
 
     size: Annotated[list[Extent], Field(min_length=2, max_length=2)]
     """Height and width of a patch, in pixels; times model.grid.shape they are those of the images."""
+    overlap: Annotated[int, Field(ge=0, le=256)] = 0
+    """Pixels beyond each side of a patch that its token also reads, as with the overlapping patch embedding of PVT v2
+    (arXiv 2106.13797); outside the image its edge is repeated. 0: the patch alone, as in ViT."""
     channels: Annotated[int, Field(ge=1, le=MOST_CHANNELS)] = 3
     """Numbers per pixel; 1: grey, 3: RGB, other numbers: of latents."""
     latents: bool = False
@@ -388,6 +391,10 @@ class ModelConfig(Section):
             )
         if self.head is not None and self.head.pairs:
             raise ValueError("model.head.pairs = true with model.patches: images are classified one by one; use false")
+        if self.patches.overlap and self.diffusion is not None:
+            raise ValueError(
+                f"model.patches.overlap = {self.patches.overlap} with model.diffusion: each pixel is drawn once; use 0"
+            )
         if self.head is None and self.diffusion is None:
             raise ValueError(
                 "model.patches without model.head: images are classified; set model.head.num_labels, or "

@@ -143,6 +143,7 @@ def _of_image(shape: Shape) -> dict[str, Any]:
         "grid": {"shape": list(image.grid), "leading_tokens": image.leading_tokens},
         "patches": {
             "size": list(image.patch_size),
+            "overlap": image.overlap,
             "channels": image.num_channels,
             "mean": list(image.image_mean),
             "std": list(image.image_std),

@@ -87,7 +87,8 @@ def _inputs(run: TrainedRun) -> dict[str, str]:
     height, width = image.image_size
     h, w = image.patch_size
     tokens = f"{image.tokens} tokens, {image.leading_tokens} of them before the patches"
-    return {"images": f"{height} x {width} x {image.num_channels}, patches of {h} x {w}: {tokens}"}
+    overlap = f" that overlap by {image.overlap}" if image.overlap else ""
+    return {"images": f"{height} x {width} x {image.num_channels}, patches of {h} x {w}{overlap}: {tokens}"}
 
 
 def _reading(run: TrainedRun) -> str:

@@ -109,6 +109,7 @@ def images_of(
     return Images(
         shape=model.image_shape,
         patch=(height, width),
+        overlap=model.patches.overlap,
         leading_tokens=model.grid.leading_tokens,
         label=LABEL,
         num_labels=num_labels,

@@ -51,7 +51,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
 }
 CLASSES = [f"class {number}" for number in range(tasks.LABELS)]
-IN_TRANSFORMERS = ("vit-printed", "vit-blocks", "lightnet", "coordinates", "bi-rn")
+IN_TRANSFORMERS = ("vit-printed", "vit-blocks", "lightnet", "coordinates", "overlap", "bi-rn")
 
 
 def weights_of(model: ModelConfig) -> dict[str, Tensor]:
@@ -67,8 +67,9 @@ def pixels_of(model: ModelConfig) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def by_hand(model: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Any]:
     """Log-probabilities, and gradients of the loss of ``soft_labels``, in fp64."""
-    assert model.grid is not None
-    tokens = torch.from_numpy(as_patches(pixels_of(model), tasks.PATCH, model.grid.leading_tokens))
+    assert model.grid is not None and model.patches is not None
+    leading, overlap = model.grid.leading_tokens, model.patches.overlap
+    tokens = torch.from_numpy(as_patches(pixels_of(model), tasks.PATCH, leading, overlap))
     soft = torch.full((2, tasks.LABELS), 0.5 / tasks.LABELS, dtype=torch.float64)
     soft[0, 1] += 0.5
     soft[1, 4] += 0.5

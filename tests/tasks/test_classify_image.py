@@ -45,7 +45,10 @@ RunRanks = Callable[..., list[Any]]
 SHAPE, PATCH, GRID, LABELS, IMAGES = (4, 8, 3), (2, 2), [2, 4], 7, 24
 
 
-def model_of(leading: int = 2, pooling: str = "mean", *, learned: bool = False, **more: Any) -> ModelConfig:
+def model_of(
+    leading: int = 2, pooling: str = "mean", *, learned: bool = False, overlap: int = 0, **more: Any
+) -> ModelConfig:
+    scaling = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]}
     table = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -54,7 +57,7 @@ def model_of(leading: int = 2, pooling: str = "mean", *, learned: bool = False, 
         "init_std": 0.3,
         "head": {"num_labels": LABELS, "pooling": pooling},
         "grid": {"shape": GRID, "leading_tokens": leading},
-        "patches": {"size": list(PATCH), "mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "learned_positions": learned},
+        "patches": {"size": list(PATCH), "overlap": overlap, **scaling, "learned_positions": learned},
         **more,
     }
     table["head"] |= {"bias": bool(more.get("mlp_bias"))}
@@ -111,6 +114,7 @@ MODELS = {
         norm="rmsnorm",
         mixer_options={"lion-s": {"patch_order": "alternating", "vector_decay": True}},
     ),
+    "overlap": model_of(1, learned=True, overlap=1, mixer="lion-s", norm="rmsnorm"),
     "bi-rn": model_of(pooling="last", learned=True, mixer="bi-rn", norm="layernorm", intermediate_size=0),
     "causal": model_of(0, "last", mixer=["tnl", "lightnet"]),
 }
@@ -169,6 +173,17 @@ def patches(image: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
     return [image[top : top + h, left : left + w].ravel() for top, left in corners]
 
 
+def overlapping(image: NDArray[np.uint8], size: tuple[int, int], overlap: int) -> list[list[int]]:
+    """Pixel by pixel; those beyond the image are the nearest ones."""
+    (height, width, channels), (h, w) = image.shape, size
+    found = []
+    for top, left in itertools.product(range(0, height, h), range(0, width, w)):
+        places = itertools.product(range(top - overlap, top + h + overlap), range(left - overlap, left + w + overlap))
+        nearest = [(min(max(row, 0), height - 1), min(max(column, 0), width - 1)) for row, column in places]
+        found.append([int(image[row, column, channel]) for row, column in nearest for channel in range(channels)])
+    return found
+
+
 # ----- batches ------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +216,24 @@ def test_a_row_is_an_image_in_patches(tmp_path: Path) -> None:
     # Every image once in each epoch, in another order.
     assert sorted(seen[:IMAGES]) == sorted(seen[IMAGES:]) == list(range(IMAGES))
     assert seen[:IMAGES] != seen[IMAGES:]
+
+
+@pytest.mark.parametrize(("size", "overlap"), [((2, 2), 1), ((2, 4), 3), ((4, 2), 0), ((1, 1), 5)])
+def test_patches_that_overlap_have_the_pixels_around(size: tuple[int, int], overlap: int) -> None:
+    images = pixels()[:3]
+    found = as_patches(images, size, 1, overlap)
+    assert not found[:, 0].any()
+    assert found[:, 1:].tolist() == [overlapping(image, size, overlap) for image in images]
+
+
+def test_a_run_reads_patches_that_overlap(tmp_path: Path) -> None:
+    store, model = write_store(tmp_path / "store"), MODELS["overlap"]
+    whole = loader(store.path, model)
+    at = whole.step_tokens.after(0)
+    samples, batch = whole.step_after(at), whole.batches_after(at)[0]
+    for row in range(2):
+        wanted = overlapping(pixels()[samples.locations[row].window], PATCH, 1)
+        assert batch.tokens[row, 1:].tolist() == wanted
 
 
 def test_images_go_on_where_they_stopped_and_not_with_other_patches(tmp_path: Path) -> None:
@@ -414,7 +447,8 @@ def plainly(model: ModelConfig, figures: dict[str, Any]) -> dict[str, Any]:
     """Each image by itself: its patches, leading vectors, positions, layers, pooling, logits."""
     assert model.head is not None and model.grid is not None
     leaves = {name: weight.clone().requires_grad_() for name, weight in figures["weights"].items()}
-    mean, std = (torch.tensor(values * 4, dtype=torch.float64) for values in ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7]))
+    repeats = figures["tokens"].size(-1) // 3
+    mean, std = (torch.tensor(values * repeats, dtype=torch.float64) for values in ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7]))
     logits = []
     for image in figures["tokens"]:
         scaled = (image[model.grid.leading_tokens :].double() / 255 - mean) / std
@@ -600,7 +634,7 @@ def at_another_size(rank: int, world_size: int, init_method: str) -> dict[str, d
     """Log-probabilities of random images of another size than the models are made for, by each model."""
     found = {}
     for number, (name, model) in enumerate(MODELS.items()):
-        assert model.grid is not None
+        assert model.grid is not None and model.patches is not None
         with start_mesh(device="cpu", init_method=f"{init_method}-{number}") as mesh:
             module: Any = engine_of(mesh, model).module
             plain.disturb(module)
@@ -608,7 +642,8 @@ def at_another_size(rank: int, world_size: int, init_method: str) -> dict[str, d
             set_grid(module, OTHER_GRID)
             generator = np.random.default_rng(number)
             images = generator.integers(0, 256, (2, 6, 10, 3)).astype(np.uint8)
-            tokens = torch.from_numpy(as_patches(images, PATCH, model.grid.leading_tokens))
+            leading, overlap = model.grid.leading_tokens, model.patches.overlap
+            tokens = torch.from_numpy(as_patches(images, PATCH, leading, overlap))
             positions = torch.arange(tokens.size(1)).repeat(2, 1)
             with torch.no_grad():
                 hidden = module(tokens, positions, hidden_only=True)
@@ -693,6 +728,10 @@ RUN: dict[str, Any] = {
         ({"model": {"grid": {"shape": [2, 2, 2]}}}, r"model.patches with model.grid.shape = \[2, 2, 2\]"),
         ({"model": {"head": None}}, "model.patches without model.head"),
         ({"model": {"patches": {"size": [2, 2], "mean": [0.1, 0.2]}}}, "model.patches.mean has 2 numbers for 3"),
+        (
+            {"model": {"patches": {"size": [2, 2], "overlap": 1}, "head": None, "diffusion": {"num_labels": 2}}},
+            "model.patches.overlap = 1 with model.diffusion",
+        ),
         ({"model": {"embedding_multiplier": 2.0}}, "model.embedding_multiplier = 2.0 with model.patches"),
         (
             {"model": {"mixer": "lion-lit", "mixer_options": {"lion-lit": {"patch_order": "alternating"}}}},

@@ -50,6 +50,7 @@ NUMBERS: dict[str, list[Any]] = {
         {"shape": [2, 2, 6], "leading_tokens": 0},
     ],
     "model.patches.size": [[2, 2], [1, 3]],
+    "model.patches.overlap": [0, 0, 1],
     "model.patches.channels": [1, 3],
     "model.patches.mean": [[0.5], [0.1, 0.2, 0.3]],
     "model.patches.std": [[0.5], [0.5, 0.6, 0.7]],

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from lightscale.data_pipeline.augmentation.augment import Augmentation, centre_crop, neighbour, soft_labels
@@ -66,6 +67,8 @@ class Images:
     """(height, width, channels) of the model's images; those of the store are at least as large."""
     patch: tuple[int, int]
     """(height, width) of a patch; divides the image."""
+    overlap: int = 0
+    """Pixels around a patch that its token has too."""
     leading_tokens: int
     """Tokens of a row before its patches."""
     label: str
@@ -103,7 +106,7 @@ class Images:
                     (labels[turn], labels[neighbour(turn)], share)
                     for turn, (_, share) in zip(turns, mixed, strict=True)
                 ]
-        found = as_patches(np.stack(rows), self.patch, self.leading_tokens)
+        found = as_patches(np.stack(rows), self.patch, self.leading_tokens, self.overlap)
         of_rows = np.zeros(found.shape[:2], dtype=np.int32)
         of_rows[:, -1] = [labels[turn] for turn in turns]
         counted = np.zeros(found.shape[:2], dtype=np.float32)
@@ -119,7 +122,7 @@ class Images:
 
     def description(self) -> str:
         """Inputs beside the store that decide its results; compared when a run is resumed."""
-        size = " x ".join(map(str, self.patch))
+        size = " x ".join(map(str, self.patch)) + (f" that overlap by {self.overlap}" if self.overlap else "")
         changes = "" if self.augmentation is None else f", augmentation {self.augmentation.config.description()}"
         smoothing = f", label smoothing {self.label_smoothing}" if self.label_smoothing else ""
         task = "classify-image" if self.noise is None else "diffusion"
@@ -136,13 +139,19 @@ class Images:
         return pixels.reshape(source.image_shape)
 
 
-def as_patches(pixels: NDArray[Number], patch: tuple[int, int], leading_tokens: int) -> NDArray[Number]:
+def as_patches(
+    pixels: NDArray[Number], patch: tuple[int, int], leading_tokens: int, overlap: int = 0
+) -> NDArray[Number]:
     """(b, height, width, channels) -> (b, n, p), the tokens of images: ``leading_tokens`` of zeros, then patches.
 
-    Patches of (height, width) ``patch`` come row by row, in each its pixels row by row, channels last.
+    Patches of (height, width) ``patch`` come row by row, in each its pixels row by row, channels last. Each has
+    ``overlap`` pixels more on all four sides; beyond the image its edge is repeated.
     """
-    b, height, width, channels = pixels.shape
+    b, height, width, _ = pixels.shape
     h, w = patch
-    blocks = pixels.reshape(b, height // h, h, width // w, w, channels).swapaxes(2, 3)
-    tokens = blocks.reshape(b, -1, h * w * channels)
+    around = ((overlap, overlap), (overlap, overlap))
+    padded = np.pad(pixels, ((0, 0), *around, (0, 0)), mode="edge")
+    # (b, rows, columns, channels, h, w)
+    blocks = sliding_window_view(padded, (h + 2 * overlap, w + 2 * overlap), axis=(1, 2))[:, ::h, ::w]
+    tokens = np.moveaxis(blocks, 3, -1).reshape(b, height // h * (width // w), -1)
     return np.concatenate([np.zeros_like(tokens[:, :1]).repeat(leading_tokens, axis=1), tokens], axis=1)

@@ -64,6 +64,6 @@ def read_images(path: Path, model: ModelConfig, *, resize: Resize | None, conver
         pixels = decoded(data, form, str(one))
         if isinstance(pixels, Broken):
             raise UserError(f"{one}: the image is broken ({pixels.reason}); remove the file")
-        (ids,) = as_patches(pixels[None], (height, width), model.grid.leading_tokens)
+        (ids,) = as_patches(pixels[None], (height, width), model.grid.leading_tokens, model.patches.overlap)
         documents.append(ImageDocument(path=one, ids=ids))
     return documents

@@ -62,9 +62,9 @@ def _passes(
     patch: tuple[int, int],
     device: torch.device,
 ) -> Record:
-    assert model.model.grid is not None, "a model of images"
+    assert model.model.grid is not None and model.model.patches is not None, "a model of images"
     sums, timed_images, timed_s, first = torch.zeros(3, dtype=torch.float64), 0, 0.0, True
-    batches = _batches(asked, size, patch, model.model.grid.leading_tokens)
+    batches = _batches(asked, size, patch, model.model.grid.leading_tokens, model.model.patches.overlap)
     peak: MemoryPeak | None = None
     for tokens, labels in batches:
         inputs, wanted = torch.from_numpy(tokens).to(device), torch.from_numpy(labels).to(device)
@@ -93,7 +93,7 @@ def _passes(
 
 
 def _batches(
-    asked: ResolutionRequest, size: tuple[int, int], patch: tuple[int, int], leading_tokens: int
+    asked: ResolutionRequest, size: tuple[int, int], patch: tuple[int, int], leading_tokens: int, overlap: int
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
     """Tokens (b, n, p) and labels (b,) of the images, scaled to cover ``size`` and cut in the middle."""
     form = ImageForm(shape=(*size, asked.image_shape[2]), resize="crop", asked_by="--image-sizes")
@@ -102,7 +102,7 @@ def _batches(
         pixels = asked.source.document_values(IMAGE, first, last).reshape(-1, *asked.image_shape)
         scaled = [_scaled(one, form) for one in pixels]
         labels = asked.source.document_values(LABEL, first, last).astype(np.int64)
-        yield as_patches(np.stack(scaled), patch, leading_tokens), labels
+        yield as_patches(np.stack(scaled), patch, leading_tokens, overlap), labels
 
 
 def _scaled(pixels: NDArray[np.uint8], form: ImageForm) -> NDArray[np.uint8]:

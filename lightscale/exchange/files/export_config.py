@@ -123,6 +123,7 @@ class _Image(Exact):
 
     grid: Annotated[list[Width], Field(min_length=2, max_length=2)]
     patch_size: Annotated[list[Width], Field(min_length=2, max_length=2)]
+    overlap: WidthOrZero = 0
     num_channels: Literal[1, 3]
     leading_tokens: WidthOrZero
     image_mean: Annotated[list[float], Field(min_length=1, max_length=3)]
@@ -134,6 +135,7 @@ class _Image(Exact):
         return ImageInputs(
             grid=(rows, columns),
             patch_size=(height, width),
+            overlap=self.overlap,
             num_channels=self.num_channels,
             leading_tokens=self.leading_tokens,
             image_mean=tuple(self.image_mean),

@@ -157,7 +157,7 @@ def computes(shape: Shape) -> bool:
     labels = {str(number): "" for number in range(shape.num_labels)}
     own = _ViT.model_validate(_keys(shape, shape.image) | {"id2label": labels})
     # What is tied is an embedding of ids, which images have none of.
-    return _shape(own, replace(shape.image, leading_tokens=1)) == replace(shape, tied=True)
+    return _shape(own, replace(shape.image, leading_tokens=1, overlap=0)) == replace(shape, tied=True)
 
 
 def config_of(shape: Shape, common: Mapping[str, Any]) -> dict[str, Any]:

@@ -233,6 +233,7 @@ def image_inputs(model: ModelConfig) -> ImageInputs | None:
     return ImageInputs(
         grid=(rows, columns),
         patch_size=(height, width),
+        overlap=model.patches.overlap,
         num_channels=model.patches.channels,
         leading_tokens=model.grid.leading_tokens,
         image_mean=tuple(model.patches.mean),

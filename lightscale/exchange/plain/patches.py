@@ -20,6 +20,8 @@ class ImageInputs:
     """Rows and columns of patches."""
     patch_size: tuple[int, int]
     """Height and width of a patch, in pixels."""
+    overlap: int = 0
+    """Pixels around a patch that its token reads too; beyond the image its edge is repeated."""
     num_channels: int = 3
     leading_tokens: int = 0
     """Learned vectors before the patches, such as a class token."""
@@ -99,7 +101,8 @@ class PatchMap(nn.Module):
     def __init__(self, image: ImageInputs, hidden_size: int) -> None:
         super().__init__()
         self.image = image
-        self.projection = nn.Linear(math.prod(image.patch_size) * image.num_channels, hidden_size)
+        self.extent = (image.patch_size[0] + 2 * image.overlap, image.patch_size[1] + 2 * image.overlap)
+        self.projection = nn.Linear(math.prod(self.extent) * image.num_channels, hidden_size)
         leading = nn.Parameter(torch.zeros(image.leading_tokens, hidden_size)) if image.leading_tokens else None
         self.leading: nn.Parameter | None
         self.register_parameter("leading", leading)
@@ -122,8 +125,10 @@ class PatchMap(nn.Module):
         if height % h or width % w or not height * width:
             raise ValueError(f"images of {height} x {width} pixels: patches of {h} x {w} must divide them")
         grid = replace(self.image, grid=(height // h, width // w))
-        patches = pixel_values.unflatten(3, (grid.grid[1], w)).unflatten(2, (grid.grid[0], h))
-        patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        padded = F.pad(pixel_values, [self.image.overlap] * 4, mode="replicate") if self.image.overlap else pixel_values
+        # (b, channels, rows, columns, height, width)
+        patches = padded.unfold(2, self.extent[0], h).unfold(3, self.extent[1], w)
+        patches = patches.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
         x = self.projection(patches.to(self.projection.weight.dtype))
         if self.leading is not None:
             x = torch.cat([self.leading.expand(len(x), -1, -1), x], dim=1)

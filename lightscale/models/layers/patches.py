@@ -1,6 +1,7 @@
 """Patches of images as tokens, as in ViT (Dosovitskiy et al. 2021, arXiv 2010.11929, section 3.1).
 
 x_t = W (p_t / 255 - mean) / std + b   for a patch p_t of h w c bytes, row of pixels after row, channels last
+                                       p_t with the pixels around the patch that overlap, if there are any
 x_t = a_t                              for leading tokens, such as a class token: learned vectors
 """
 

@@ -36,5 +36,5 @@ class PatchesSpec(EmbeddingPartSpec):
 
 
 def patch_numbers(patches: PatchesConfig) -> int:
-    """Pixels of a patch times channels."""
-    return math.prod(patches.size) * patches.channels
+    """Numbers that a token reads: the pixels of its patch, and of the overlap around it, times channels."""
+    return math.prod(extent + 2 * patches.overlap for extent in patches.size) * patches.channels
