@@ -36,7 +36,18 @@ from benchmarks import (
     tune,
 )
 from benchmarks.corpora import dedup, loader, preparation_costs, prepare, prepare_restart
-from benchmarks.learning import answers, convert, copying, digits, distill, fp8, learn, mup, trained_optimizers
+from benchmarks.learning import (
+    answers,
+    convert,
+    copying,
+    digits,
+    distill,
+    fp8,
+    learn,
+    mup,
+    pathfinder,
+    trained_optimizers,
+)
 from benchmarks.turns import BenchmarkReport, positive
 from cuda_twin.installation import NOTE, in_twin
 from lightscale.errors import UserError
@@ -146,6 +157,13 @@ def run_digits(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
     settings = {name: getattr(args, name) for name in ("steps", "repeats")}
     for figures in digits.classify(args):
         yield BenchmarkReport(settings=settings, figures=figures, table=digits.classified_table(figures))
+
+
+def run_pathfinder(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
+    """A classifier of paths."""
+    settings = {name: getattr(args, name) for name in ("first_steps", "documents", "held_out", "overrides")}
+    for figures in pathfinder.train(args):
+        yield BenchmarkReport(settings=settings, figures=figures, table=pathfinder.table(figures))
 
 
 def run_drawn_digits(args: argparse.Namespace) -> Iterator[BenchmarkReport]:
@@ -384,6 +402,13 @@ BENCHMARKS = {
         add_arguments=digits.add_draw_arguments,
         run=run_drawn_digits,
         repeats=1,
+    ),
+    "pathfinder": Benchmark(
+        summary="Pathfinder at 32 x 32 pixels by LION-S: accuracies on held-out images of each length, over the steps",
+        add_arguments=pathfinder.add_arguments,
+        run=run_pathfinder,
+        repeats=1,
+        draw=pathfinder.draw,
     ),
     "export": Benchmark(
         summary="`lightscale export` of random weights: peak memory, and speed beside a plain copy of the bytes",
