@@ -323,27 +323,34 @@ def decay_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, gate: Gate) -> 
         gate: as in ``lion``.
     """
     leaves = gate == "leave"
-    # From left tokens to right ones, with the reads of the prefix; then from right ones to left ones.
-    to_the_right = _crossing(pairs, reads[..., 0, :], exclusive=not leaves)
-    to_the_left = _crossing(pairs.mT, writes[..., 1, :], exclusive=leaves)
+    # From left tokens to right ones, with the reads of the prefix: a sum over j ≤ t, then over i > t.
+    to_the_right = pairs.cumsum(-1).tril_(-1).sum(-2)
+    # Then from right ones to left ones.
+    to_the_left = pairs.cumsum(-2).triu_(1).sum(-1)
+    # A token lies before its own gate, or behind it, and so belongs to the sums of the next token's gate.
+    to_the_right, to_the_left = _shifted(to_the_right, not leaves), _shifted(to_the_left, leaves)
+    to_the_right += _behind(reads[..., 0, :], not leaves)
+    to_the_left += _behind(writes[..., 1, :], leaves)
     return to_the_right + to_the_left + _upto(writes[..., 0, :], not leaves) + _upto(reads[..., 1, :], leaves)
+
+
+# No products with a matrix of zeros and ones: an overflow in one document would reach others as NaN.
+
+
+def _shifted(sums: Tensor, exclusive: bool) -> Tensor:
+    """``sums`` (…, L), or at each token those of the one before it."""
+    return torch.nn.functional.pad(sums, (1, -1)) if exclusive else sums
 
 
 def _upto(x: Tensor, exclusive: bool) -> Tensor:
     """The sums of x (…, L) through each token, or before it."""
-    # Not products with a matrix of zeros and ones: an overflow in one document would reach others as NaN.
-    sums = x.cumsum(-1)
-    return torch.nn.functional.pad(sums, (1, -1)) if exclusive else sums
+    return _shifted(x.cumsum(-1), exclusive)
 
 
-def _crossing(pairs: Tensor, before: Tensor, *, exclusive: bool) -> Tensor:
-    """Σ (…, L) of the pairs (…, L, L) on two sides of each gate, and of ``before`` (…, L) behind the gate.
-
-    A token lies before its own gate if ``exclusive`` is False, else behind it.
-    """
-    token = torch.arange(pairs.size(-1), device=pairs.device)
-    behind = token[:, None] >= token if exclusive else token[:, None] > token
-    return (_upto(pairs, exclusive) + before[..., None]).masked_fill_(~behind, 0.0).sum(-2)
+def _behind(x: Tensor, inclusive: bool) -> Tensor:
+    """The sums of x (…, L) behind each token, or from it on."""
+    sums = x.flip(-1).cumsum(-1).flip(-1)
+    return sums if inclusive else torch.nn.functional.pad(sums, (-1, 1))
 
 
 class ChunkedLion(torch.autograd.Function):
