@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.twin, pytest.mark.timeout(3600)]
-BENCHMARKS = ("kernels", "scans", "learn", "train")
+BENCHMARKS = ("kernels", "scans", "learn", "fp8", "train")
 
 
 def check(root: Path, folder: Path, *words: str) -> tuple[int, str, dict[str, Any], str]:
@@ -36,12 +36,13 @@ def test_all_parts_run_and_none_is_taken_for_a_gpus(cuda_twin: ModuleType, tmp_p
     benchmarks = [json.loads((tmp_path / found["parts"][name]["saved"]).read_text("utf-8")) for name in BENCHMARKS]
     for figures in (found, *benchmarks):
         assert (figures["machine"]["note"], figures["machine"]["gpus"]) == (note, "2 x null device of the CUDA twin")
-    kernels, scans, learn, train = benchmarks
+    kernels, scans, learn, fp8, train = benchmarks
     assert kernels["note"].startswith(note)
     assert not kernels["failures"] and len(kernels["lines"]) > 10
     assert scans["note"].startswith(note) and scans["targets"] is None
     # Shares of a GPU's speed there are none.
     assert learn["mfu"] is None
+    assert fp8["verdict"] == {"missed": []} and fp8["current"]["tokens_per_s"] > 0
     assert all(row["mfu"] is None for row in train["lengths"].values())
 
 
