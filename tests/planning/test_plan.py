@@ -134,7 +134,7 @@ def test_exact_count_is_the_studys_and_what_it_leaves_out(path: Path) -> None:
     if model.image_shape is not None:
         # A map of patches with a bias, and a vector for each leading token.
         assert model.patches is not None
-        numbers = math.prod(model.patches.size) * model.patches.channels
+        numbers = math.prod(side + 2 * model.patches.overlap for side in model.patches.size) * model.patches.channels
         assert parameters.embedding == (numbers + 1 + (0 if model.grid is None else model.grid.leading_tokens)) * d
         return
     assert parameters.embedding == model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
@@ -412,7 +412,8 @@ def test_activations_are_what_autograd_keeps(
     layer = Workload(config(*TINY[name], *wide).model, TOKENS).layers[2]
     # On CPUs each projection is a product of its own; the twin measures those that are one (`make twin`).
     kept = layer.kept_bytes("none", dtype.itemsize) - layer.joined * dtype.itemsize
-    assert 0.99 < kept / measured[0][name, dtype] < 1.05
+    # PyTorch's forms of lightning, GLA and LightNet keep a state per batch of chunks too, 1 % here.
+    assert 0.98 < kept / measured[0][name, dtype] < 1.05
 
 
 def measure_fp8(rank: int, world_size: int, init_method: str, models: list[tuple[ModelConfig, ModelConfig]]) -> Any:

@@ -81,6 +81,9 @@ def test_paths_and_benchmarks_of_parts_exist(tool: ModuleType) -> None:
 
 def test_the_check_starts_without_what_a_bundle_does_not_bring(tools_path: Path) -> None:
     """On a machine of PyTorch and Triton: an import of an extra at the top of any benchmark would end the visit."""
+    # As torch does in some processes; its copies of packages are then found beside those that are installed.
+    import setuptools  # noqa: F401
+
     from cuda_twin import bare_packages
 
     hidden = bare_packages.lacking()

@@ -5,6 +5,7 @@ pytest with its limit of time.
 """
 
 from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, requires
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -16,9 +17,13 @@ THERE = ("torch", "triton", "pip", "setuptools", "lightscale", "pytest", "pytest
 def lacking() -> frozenset[str]:
     """The other distributions, and the names of their top-level modules."""
     there = _with_requirements(THERE)
-    found = {str(canonicalize_name(one.name)) for one in distributions()} - there
+    # Once setuptools is imported, copies of its requirements inside it are found too: they are there where it is.
+    own = [one for one in distributions() if "_vendor" not in Path(str(one.locate_file(""))).parts]
+    installed = {str(canonicalize_name(one.name)) for one in own}
+    found = installed - there
     for module, owners in packages_distributions().items():
-        if there.isdisjoint(map(canonicalize_name, owners)):
+        of_module = installed.intersection(map(canonicalize_name, owners))
+        if of_module and there.isdisjoint(of_module):
             found.add(module)
     return frozenset(found)
 

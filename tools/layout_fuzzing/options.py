@@ -75,6 +75,7 @@ NUMBERS: dict[str, list[Any]] = {
     "rope_scaling.beta_slow": [None],
     "rope_scaling.attention_factor": [None],
     "eps": [1e-6, 0.1],
+    "model.mixer_options.lion-s.initial_decay": [0.5, 0.9, "s4d-real"],
     "initial_decay": [0.5, 0.9],
     "short_convolution": [0, 2, 4],
     "output_norm_eps": [1e-5, 0.1],
