@@ -114,8 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of ``bench.py pathfinder``."""
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help=f"of {RUN}, such as train.steps=4000")
-    add("--first-steps", type=positive, default=1500, metavar="N", help="steps of the first run (1500)")
-    add("--documents", type=positive, default=100_000, metavar="N", help="training images of each length (100000)")
+    add("--first-steps", type=positive, default=900, metavar="N", help="steps of the first run (900)")
+    add("--documents", type=positive, default=50_000, metavar="N", help="training images of each length (50000)")
     add("--held-out", type=positive, default=HELD_OUT, metavar="N", help=f"held-out images of each length ({HELD_OUT})")
     kept = "where its stores and its run are kept; the same folder goes on (default: none are)"
     add("--folder", type=Path, help=kept)
