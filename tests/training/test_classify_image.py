@@ -287,6 +287,9 @@ def test_resolutions_read_the_store_of_the_validation(trained: Path, monkeypatch
         return check_request([choose_run(run.path, any_task=True)], ["8x8"], **asked).source.directory
 
     assert source_of().parent.name == "second"
+    own = json.loads(run.classes.read_text())
+    run.classes.write_text(json.dumps([*own, "of other stores alone"]))
+    assert source_of(store=Path("store")).parent.name == "store"
     run.classes.write_text(json.dumps(["3", "2", "1", "0"]))
     with pytest.raises(UserError, match=r"store: its classes are not those of runs/second \(3, 2, 1, 0, …\)"):
         source_of(store=Path("store"))
