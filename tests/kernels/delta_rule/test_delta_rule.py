@@ -133,7 +133,8 @@ def test_chunks_are_the_recurrence(data: st.DataObject) -> None:
     )
     expected = run(case, "oracle")
     # The gradient of a log decay is a sum of such products over K and V, which may cancel to less than their rounding.
-    least = {"dlog_decay": 1e-3 * rms((case.q * expected["dq"]).sum(-1))}
+    # That of a state of one number may cancel too.
+    least = {"dlog_decay": 1e-3 * rms((case.q * expected["dq"]).sum(-1)), "dinitial_state": 0.1 * rms(case.dstate)}
     assert_close(run(case, chunk_size=draw(st.sampled_from((16, 16, 5, 64)))), expected, 1e-12, least=least)
 
 
