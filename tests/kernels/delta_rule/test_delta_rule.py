@@ -111,6 +111,17 @@ def run(case: Case, backend: str = "chunked", **options: Any) -> Results:
     return {"o": o.detach(), "state": state.detach()} | {f"d{name}": g for name, g in zip(names, found, strict=True)}
 
 
+def absolute_terms(case: Case) -> Tensor:
+    """Σ |terms| (B, N, K, V) of the sum over tokens that dinitial_state is: all results are linear in the state."""
+    (rows, tokens, heads, _), K = case.v.shape, case.q.shape[3]
+    unit = torch.eye(K, dtype=case.q.dtype).expand(rows, heads, K, K)
+    nothing = case.q.new_zeros(rows, tokens, heads, K)
+    read, passed = delta_rule_reference(
+        case.q, case.k, nothing, case.log_decay, case.beta, initial_state=unit, cu_seqlens=case.cu_seqlens
+    )
+    return torch.einsum("btnk,btnv->bnkv", read.abs(), case.do.abs()) + passed.abs().mT @ case.dstate.abs()
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_chunks_are_the_recurrence(data: st.DataObject) -> None:
@@ -133,8 +144,10 @@ def test_chunks_are_the_recurrence(data: st.DataObject) -> None:
     )
     expected = run(case, "oracle")
     # The gradient of a log decay is a sum of such products over K and V, which may cancel to less than their rounding.
-    # That of a state of one number may cancel too.
-    least = {"dlog_decay": 1e-3 * rms((case.q * expected["dq"]).sum(-1)), "dinitial_state": 0.1 * rms(case.dstate)}
+    least = {"dlog_decay": 1e-3 * rms((case.q * expected["dq"]).sum(-1))}
+    if case.initial_state is not None:
+        # That of a state of few numbers may cancel too (found: by a factor of 20); decays shrink its terms alike.
+        least["dinitial_state"] = rms(absolute_terms(case))
     assert_close(run(case, chunk_size=draw(st.sampled_from((16, 16, 5, 64)))), expected, 1e-12, least=least)
 
 
