@@ -232,7 +232,8 @@ def _loaded(row: _Row, batch: LightNetChunkBatch, q: Tensor, do: Tensor, S: Tens
     phases = row.load_phases(batch)
     q_g, v_g, do_g = (row.load(batch, x) for x in (q, row.v, do))
     keys = rotate(batch.writes, phases)
-    states, _ = row.scan_states(batch, keys, v_g, S)
+    # What a single chunk writes is read by none of its own tokens.
+    states = batch.entered(S) if batch.cut.num_chunks == 1 else row.scan_states(batch, keys, v_g, S)[0]
     return _Loaded(q_g, v_g, do_g, phases, keys, states)
 
 

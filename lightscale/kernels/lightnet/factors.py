@@ -73,6 +73,10 @@ class LightNetChunkBatch:
             sums.select(-2, t).add_(sums.select(-2, t + 1).masked_fill(ends, 0.0))
         return sums
 
+    def entered(self, S: Tensor) -> Tensor:
+        """The state S (B, H, R, V) that enters the first chunk, in units of its reference point: (B, 1, H, R, V)."""
+        return (S * _like(self.enter[:, 0], S)).unsqueeze(1)
+
     def scan(self, shares: Tensor, running: Tensor, *, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """Pass a state, or the cotangent of one, through the chunks.
 

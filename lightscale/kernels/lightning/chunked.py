@@ -195,8 +195,8 @@ def row_gradients(
     for batch in reversed(batches):
         phases = batch.phases(angles)
         q_g, k_g, v_g, do_g = batch.load(q, phases), batch.load(k, phases), batch.load(v), batch.load(do)
-        k_out = k_g.clone()
-        states, _ = batch.scan_states(k_out, v_g, before.pop())
+        k_out = batch.weigh_outgoing_(k_g.clone())
+        states = batch.states_between(k_out, v_g, before.pop())
         scores = batch.causal_(q_g @ k_g.mT)
         dscores = do_g @ v_g.mT
         if dlog_decay is not None:
