@@ -125,13 +125,12 @@ class LightningChunkBatch(Chunks):
         return states, self.scan_(states, state, range(self.num_chunks))
 
     def states_between(self, k_out: Tensor, v: Tensor, state: Tensor) -> Tensor:
-        """The state (B, G, H, F, V) that enters each chunk, from keys of ``weigh_outgoing_``.
-
-        What the last chunk writes is not computed: nothing inside the batch reads it.
-        """
-        shares = torch.cat([k_out[:, :-1].mT @ v[:, :-1], torch.empty_like(state).unsqueeze(1)], dim=1)
-        shares[:, -1] = self.scan_(shares, state, range(self.num_chunks - 1))
-        return shares
+        """The state (B, G, H, F, V) that enters each chunk, from keys of ``weigh_outgoing_``; none that leaves."""
+        if self.num_chunks == 1:
+            return state.unsqueeze(1)
+        states = k_out.mT @ v
+        self.scan_(states, state, range(self.num_chunks))
+        return states
 
     def decay_gradient_of_pairs(self, products: Tensor) -> Tensor:
         """The part (H,) of dlog_decay, fp64, by the pairs of the batch's chunks.
