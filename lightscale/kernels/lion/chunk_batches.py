@@ -94,12 +94,15 @@ def _pair_decays(sums: LogDecaySums, dtype: torch.dtype) -> Tensor:
         between = forward[..., :, None] - forward[..., None, :]
         return torch.minimum(between, backward[..., None, :] - backward[..., :, None]).to(dtype).exp_()
     # Each factor is the decay to a point in the middle of the chunk, or from it, so no difference of pairs is needed.
-    up, down = ((x - total / 2).exp().to(dtype) for x in (forward, backward))
-    before, behind = ((total / 2 - x).exp().to(dtype) for x in (forward, backward))
-    earlier = (up[..., :, None] * before[..., None, :]).tril_(-1)
-    earlier += (behind[..., :, None] * down[..., None, :]).triu_(1)
-    earlier.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    return earlier
+    middle = total / 2
+
+    def products(of_rows: Tensor, of_columns: Tensor) -> Tensor:
+        return of_rows.exp().to(dtype)[..., :, None] * of_columns.exp().to(dtype)[..., None, :]
+
+    pairs = products(forward - middle, middle - forward).tril_(-1)
+    pairs += products(middle - backward, backward - middle).triu_(1)
+    pairs.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return pairs
 
 
 @dataclass(frozen=True, kw_only=True)
