@@ -130,8 +130,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_a_fine_tuned_model_is_ahead_of_one_from_nothing(folder: Path) -> None:
     tuned, drawn = (RunDirectory(folder / "runs" / name) for name in ("tuned", "drawn"))
     found, other = (read_metrics(run.metrics)[-1]["validation"]["held"] for run in (tuned, drawn))
-    # Measured: 0.95 and 0.75 after these few steps.
-    assert found["accuracy"] > 0.9 > other["accuracy"] + 0.05
+    # Measured after these few steps: accuracies 1.00 and 0.89, losses 0.61 and 1.00.
+    assert found["accuracy"] > 0.95 > other["accuracy"] + 0.05
+    assert found["loss"] < 0.75 * other["loss"]
     (event,) = [one for one in read_lines(tuned.events) if one["event"] == "init_from"]
     told = {row.get("parameter") or row["unused"]: row for row in event["conversion"]}
     assert [name for name, row in told.items() if "drawn" in row] == ["output_layer.weight"]
