@@ -153,9 +153,10 @@ def start_mesh(
         gc.collect()
     if chosen.type == "cpu":
         # Imported only here: on a GPU the redirection must not even be loaded.
-        from lightscale.parallel.cpu import redirect_megatron_to_cpu  # noqa: PLC0415
+        from lightscale.parallel.cpu import redirect_megatron_to_cpu, use_onednn_products  # noqa: PLC0415
 
         redirect_megatron_to_cpu()
+        use_onednn_products()
     else:
         # Before any group is made: NCCL takes the current device.
         torch.cuda.set_device(chosen)
