@@ -56,7 +56,8 @@ class Arrow(InputFormat):
                             _require_sound(column)
                         yield from documents_of_batch(part, file.id, row, reading)
                         row += part.num_rows
-        except pyarrow.ArrowException as error:
+        # The names of columns may be no UTF-8; pyarrow finds that when they are asked for.
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             reading.problems.add(UNREADABLE, f"{file.id}: after row {row}: {one_line(error)}", file=file)
         except MemoryError:
             raise too_large(file, row) from None

@@ -51,7 +51,8 @@ class Parquet(InputFormat):
                     yield from _read_group(parquet, group, row, file, reading)
                     row += parquet.metadata.row_group(group).num_rows
                     reading.advance(file_range.num_bytes // (file_range.stop - file_range.start))
-        except pyarrow.ArrowException as error:
+        # The names of columns may be no UTF-8; pyarrow finds that when they are asked for.
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             reading.problems.add(UNREADABLE, f"{file.id}: {one_line(error)}", file=file)
 
 
