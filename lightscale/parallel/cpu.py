@@ -3,8 +3,8 @@
 Megatron names the CUDA device in the few places listed in ``_redirections``. Each is replaced by its CPU equivalent for
 the lifetime of the process, so that the same engine code serves tests and first runs on a laptop. There is no
 emulation: tensors are on the CPU, and collectives use gloo. Those of a single data rank, which would copy all weights
-and gradients onto themselves, are skipped. Matrix products are oneDNN's where they stay fp32's. The module is imported
-only on machines without a GPU, and refuses to act on others.
+and gradients onto themselves, are skipped. The module is imported only on machines without a GPU, and refuses to act on
+others.
 """
 
 import functools
@@ -103,31 +103,3 @@ def redirect_megatron_to_cpu() -> None:
     _device_constructors()
     for owner, name, replacement in _redirections():
         setattr(owner, name, replacement)
-
-
-# As far as products of fp32 are from those of fp64 here: 2e-7. Of bf16 3e-3, of TF32 3e-4.
-_LARGEST_PRODUCT_ERROR = 1e-5
-
-
-def use_onednn_products() -> bool:
-    """Multiply matrices of fp32 by oneDNN in place of MKL: True where this process does so from now on.
-
-    On AMD's CPUs MKL takes AVX2, oneDNN all that they have: 2.3 times as fast with AVX-512, SDPA 1.5 times. PyTorch
-    asks oneDNN for products of fp32 only where the process permits bf16 ("medium"). oneDNN uses this permission on CPUs
-    with units for it (AMX, some of Arm); there a product shows it, and all stays as it was. A precision that the
-    process has chosen already has precedence.
-    """
-    if torch.get_float32_matmul_precision() != "highest":
-        return False
-    torch.set_float32_matmul_precision("medium")
-    if _product_error() < _LARGEST_PRODUCT_ERROR:
-        return True
-    torch.set_float32_matmul_precision("highest")
-    return False
-
-
-def _product_error() -> float:
-    """Relative error of a product of fp32. Nothing is drawn: the generators' states are those of a run."""
-    a, b = (torch.arange(256 * 256, dtype=torch.float64).mul(step).sin().view(256, 256) for step in (1.1, 0.7))
-    expected = a.float().double() @ b.float().double()
-    return float(torch.dist((a.float() @ b.float()).double(), expected) / expected.norm())

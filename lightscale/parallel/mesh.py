@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightscale.config.layout import check_nodes
 from lightscale.config.schema import Attention, Exchange
 from lightscale.errors import UserError
+from lightscale.parallel.device.products import use_onednn_products
 from lightscale.parallel.megatron import ProcessGroupCollection, parallel_state, tensor_parallel
 from lightscale.parallel.rendezvous.sockets import on_loopback
 from lightscale.parallel.sequence import (
@@ -153,7 +154,7 @@ def start_mesh(
         gc.collect()
     if chosen.type == "cpu":
         # Imported only here: on a GPU the redirection must not even be loaded.
-        from lightscale.parallel.cpu import redirect_megatron_to_cpu, use_onednn_products  # noqa: PLC0415
+        from lightscale.parallel.cpu import redirect_megatron_to_cpu  # noqa: PLC0415
 
         redirect_megatron_to_cpu()
         use_onednn_products()

@@ -3,7 +3,6 @@
 It changes torch for the life of a process, so it acts only in processes of its own.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightscale.parallel import cpu
-from lightscale.parallel.cpu import redirect_megatron_to_cpu, use_onednn_products
+from lightscale.parallel.cpu import redirect_megatron_to_cpu
 
 RunRanks = Callable[..., list[Any]]
 
@@ -151,71 +149,3 @@ def test_a_device_that_is_entered_is_still_the_one() -> None:
     """In a process of its own: PyTorch keeps what it finds when it first enters one."""
     done = subprocess.run([sys.executable, "-c", WITH_A_DEVICE], capture_output=True, text=True, check=True)
     assert done.stdout == "meta meta meta\n"
-
-
-PRODUCTS = """
-import sys
-import torch
-from torch.nn.functional import linear, scaled_dot_product_attention
-from lightscale.parallel.cpu import use_onednn_products
-state = torch.get_rng_state()
-used = use_onednn_products()
-assert torch.equal(torch.get_rng_state(), state)
-print('used:', used, use_onednn_products(), torch.get_float32_matmul_precision(), file=sys.stderr)
-generator = torch.Generator().manual_seed(0)
-q, k, v, do = torch.randn(4, 2, 3, 200, 96, generator=generator).unbind()
-ways = {
-    "mm": lambda q, k, v: q[0, 0] @ k[0, 0].mT @ v[0, 0],
-    "bmm": lambda q, k, v: q @ k.mT @ v,
-    "addmm": lambda q, k, v: torch.addmm(q[0, 0, :, :1], q[0, 0], k[0, 0].mT) @ v[0, 0],
-    "baddbmm": lambda q, k, v: torch.baddbmm(q[0], q[0] @ k[0].mT, v[0], beta=0.5),
-    "linear": lambda q, k, v: linear(linear(q, k[0, 0]), v[0, 0].mT),
-    "attention": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
-}
-for name, way in ways.items():
-    found, expected = [], []
-    for kept, dtype in ((found, torch.float32), (expected, torch.float64)):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        o = way(*leaves)
-        kept += [o, *torch.autograd.grad(o, leaves, torch.ones_like(o))]
-    for one, other in zip(found, expected, strict=True):
-        assert float((one.double() - other).norm() / other.norm()) < 2e-6, name
-"""
-
-
-def test_products_of_fp32_are_onednns_where_they_stay_fp32s() -> None:
-    """In a process of its own; oneDNN says which products it computes, and in what precision."""
-    environment = os.environ | {"ONEDNN_VERBOSE": "profile_exec", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PRODUCTS]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=100)
-    (answer,) = (line for line in done.stderr.splitlines() if line.startswith("used: "))
-    used, again, precision = answer.split()[1:]
-    by_onednn = [line for line in done.stdout.splitlines() if line.startswith("onednn_verbose") and ",matmul," in line]
-    assert (precision, again) == ({"True": "medium", "False": "highest"}[used], "False")
-    if torch.cpu._is_avx512_supported() and not torch.cpu._is_amx_tile_supported():
-        assert used == "True"
-        # Forward and backward of every way, and the product that asks.
-        assert len(by_onednn) > 20
-
-
-def test_products_that_are_no_longer_fp32s_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU whose units multiply bf16."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
-        product = torch.Tensor.__matmul__
-
-        def in_bf16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            assert torch.get_float32_matmul_precision() == "medium"
-            return product(a, b) if a.dtype == torch.float64 else product(a.bfloat16(), b.bfloat16()).float()
-
-        monkeypatch.setattr(torch.Tensor, "__matmul__", in_bf16)
-        assert not use_onednn_products()
-        assert torch.get_float32_matmul_precision() == "highest"
-        # What the process has chosen itself stays.
-        torch.set_float32_matmul_precision("high")
-        monkeypatch.setattr(cpu, "_product_error", lambda: 0.0)
-        assert not use_onednn_products()
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)

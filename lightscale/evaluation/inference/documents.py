@@ -15,6 +15,7 @@ from lightscale.evaluation.inference.packing import Placed, TreeNode, columns
 from lightscale.models.language_model import LanguageModel
 from lightscale.models.layers.context import MixerState
 from lightscale.models.layers.states import chosen, joined
+from lightscale.parallel.device.products import products_of
 
 PREFILL_TOKENS = 1024
 """Tokens of prompts that pass through the model at once; bounds the memory of activations."""
@@ -153,7 +154,8 @@ class Documents:
 
     def _forward(self, tokens: np.ndarray, positions: np.ndarray, states: dict[str, MixerState]) -> Tensor:
         self.run_tokens += tokens.size
-        return self.model.next_logits(self._device_tensor(tokens), self._device_tensor(positions), states)
+        with products_of(tokens.size * self._weight.shape[1]):
+            return self.model.next_logits(self._device_tensor(tokens), self._device_tensor(positions), states)
 
     def _join(self, new: Sequence[dict[str, MixerState]], order: Sequence[int]) -> None:
         """Put the rows of ``new``, which are the documents ``order``, behind those that are there."""
@@ -165,4 +167,9 @@ class Documents:
             self.states[name] = together if rows == sorted(rows) else chosen(together, rows)
 
     def _device_tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.embedding.word_embeddings.weight.device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._weight.device)
+
+    @property
+    def _weight(self) -> Tensor:
+        """Of the embedding (vocabulary of this rank, hidden_size)."""
+        return self.model.embedding.word_embeddings.weight
