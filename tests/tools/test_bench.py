@@ -11,7 +11,7 @@ import pytest
 
 def bench(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(root / "tools" / "bench.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=root)
 
 
 @pytest.mark.long
