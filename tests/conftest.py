@@ -94,6 +94,7 @@ PACKAGES = {
     "mkfs.ext4": "e2fsprogs",
     "mpiexec": "mpich",
     "prlimit": "util-linux",
+    "tc": "iproute2",
     "unshare": "util-linux",
     "xxh128sum": "xxhash",
     **dict.fromkeys(("munged", "slurmctld", "slurmd"), "slurm-wlm"),

@@ -1,8 +1,9 @@
 """Two hosts, each with a network of its own and a launcher that a user started there by hand; and their cable.
 
-The hosts are network namespaces with names and addresses of their own, joined by a bridge in a third one, the switch.
+The hosts are the network namespaces of `lightscale chaos --hosts`, without a rendezvous key.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lightscale.errors import UserError
+from lightscale.launch.chaos.harness.hosts import NamespaceHost, namespace_hosts
 from lightscale.runs.run_directory import RunDirectory, read_lines, read_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -50,77 +52,24 @@ WriteStore = Callable[..., None]
 WaitUntil = Callable[[Callable[[], bool]], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """One of the two."""
-
-    namespace: str
-    switch: str
-    name: str
-    address: str
-
-    def start(
-        self, command: Sequence[str], folder: Path, log: Path, variables: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """`command` in `folder`, as a process of this host; what it says goes to `log`."""
-        words = 'hostname "$0"; exec "$@"'
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", words, self.name, *command]
-        with log.open("wb") as file:
-            return subprocess.Popen(
-                inside, cwd=folder, env={**ENVIRONMENT, **(variables or {})}, stdout=file, stderr=file
-            )
-
-    def processes(self) -> list[str]:
-        return ip("netns", "pids", self.namespace).split()
-
-    def plug(self, *, is_in: bool) -> None:
-        """The cable at the switch."""
-        ip("-n", self.switch, "link", "set", self.name, "up" if is_in else "down")
-
-    def lose(self, other: "Host", *, is_on: bool) -> None:
-        """Packets to `other` are lost, those from it are not: they go to a hardware address that nobody has."""
-        entry = [other.address, "dev", "fabric"]
-        if is_on:
-            ip("-n", self.namespace, "neigh", "replace", *entry, "lladdr", "02:00:00:00:00:fe", "nud", "permanent")
-        else:
-            ip("-n", self.namespace, "neigh", "del", *entry)
-
-
-def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout
+def start(
+    host: NamespaceHost, command: Sequence[str], folder: Path, log: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """`command` in `folder`, as a process of `host`; what it says goes to `log`."""
+    environment = {**ENVIRONMENT, **(variables or {})}
+    with log.open("wb") as file:
+        return subprocess.Popen(host.inside(command), cwd=folder, env=environment, stdout=file, stderr=file)
 
 
 @pytest.fixture
-def hosts(needs: Callable[..., None]) -> Iterator[tuple[Host, Host]]:
-    needs("root", "ip", "unshare")
-    stem = f"ls{os.getpid()}"
-    switch = f"{stem}s"
-    number = os.getpid() % 250
-    pair = tuple(
-        Host(namespace=f"{stem}{letter}", switch=switch, name=f"node-{letter}", address=f"10.231.{number}.{index}")
-        for index, letter in enumerate("ab", start=1)
-    )
-    try:
+def hosts(needs: Callable[..., None]) -> Iterator[Sequence[NamespaceHost]]:
+    needs("root", "ip", "tc", "unshare")
+    with contextlib.ExitStack() as stack:
         try:
-            ip("netns", "add", switch)
-            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"two hosts on one machine need network namespaces and bridges: {error.stderr.strip()}")
-        ip("-n", switch, "link", "set", "bridge", "up")
-        for host in pair:
-            ip("netns", "add", host.namespace)
-            ip("-n", host.namespace, "link", "set", "lo", "up")
-            ip("-n", host.namespace, "link", "add", "fabric", "type", "veth", "peer", host.name, "netns", switch)
-            ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "fabric")
-            ip("-n", host.namespace, "link", "set", "fabric", "up")
-            ip("-n", switch, "link", "set", host.name, "master", "bridge", "up")
-        yield pair[0], pair[1]
-    finally:
-        for namespace in (*(host.namespace for host in pair), switch):
-            if namespace in ip("netns", "list").split():
-                for process in ip("netns", "pids", namespace).split():
-                    subprocess.run(["kill", "-9", process], check=False)
-                ip("netns", "delete", namespace)
+            pair = stack.enter_context(namespace_hosts(f"ls{os.getpid()}", 2))
+        except UserError as error:
+            pytest.skip(str(error))
+        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +86,7 @@ class Job:
 
     def __init__(
         self,
-        hosts: Sequence[Host],
+        hosts: Sequence[NamespaceHost],
         folder: Path,
         run: str,
         *overrides: str,
@@ -156,7 +105,7 @@ class Job:
             words = [*overrides, "--run-dir", run]
             ours = [sys.executable, *TRAIN, *words, *options]
             command = [*TORCHRUN, *options, *TRAIN, *words] if torchrun else ours
-            self.processes.append(hosts[node].start(command, folder, log, (variables or {}).get(node)))
+            self.processes.append(start(hosts[node], command, folder, log, (variables or {}).get(node)))
 
     def reach(self, step: int) -> None:
         """Wait until that many steps are done."""
@@ -204,7 +153,7 @@ def events(run: RunDirectory, name: str) -> list[dict[str, Any]]:
     "torchrun", [pytest.param(False, id="ours"), pytest.param(True, id="torchrun", marks=pytest.mark.soak)]
 )
 def test_a_run_over_a_link_that_is_cut_for_a_while(
-    hosts: tuple[Host, Host], folder: Path, reference: list[Any], torchrun: bool
+    hosts: Sequence[NamespaceHost], folder: Path, reference: list[Any], torchrun: bool
 ) -> None:
     job = Job(hosts, folder, f"for-a-while-{torchrun}", torchrun=torchrun)
     job.reach(8)
@@ -225,7 +174,7 @@ def test_a_run_over_a_link_that_is_cut_for_a_while(
     "torchrun", [pytest.param(False, id="ours"), pytest.param(True, id="torchrun", marks=pytest.mark.soak)]
 )
 def test_a_run_over_a_link_that_is_cut_for_good(
-    hosts: tuple[Host, Host], folder: Path, reference: list[Any], torchrun: bool
+    hosts: Sequence[NamespaceHost], folder: Path, reference: list[Any], torchrun: bool
 ) -> None:
     name = f"for-good-{torchrun}"
     job = Job(hosts, folder, name, SHORT, torchrun=torchrun)
@@ -259,22 +208,22 @@ def test_a_run_over_a_link_that_is_cut_for_good(
 
 @pytest.mark.parametrize("mute", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_packets_that_are_lost_in_one_direction_for_a_while(
-    hosts: tuple[Host, Host], folder: Path, reference: list[Any], mute: int
+    hosts: Sequence[NamespaceHost], folder: Path, reference: list[Any], mute: int
 ) -> None:
     job = Job(hosts, folder, f"one-way-{mute}")
     job.reach(8)
-    hosts[mute].lose(hosts[1 - mute], is_on=True)
+    hosts[mute].lose([hosts[1 - mute]], is_on=True)
     time.sleep(CUT_S / 6)
     before = job.steps()
     time.sleep(CUT_S / 2)
     assert job.steps() == before < STEPS, "nothing was lost"
-    hosts[mute].lose(hosts[1 - mute], is_on=False)
+    hosts[mute].lose([hosts[1 - mute]], is_on=False)
     assert job.wait() == [0, 0], job.said()
     assert numbers(job.run) == reference
     assert len(events(job.run, "start")) == 1
 
 
-def test_ctrl_c_on_one_host_saves_on_both(hosts: tuple[Host, Host], folder: Path, reference: list[Any]) -> None:
+def test_ctrl_c_on_one_host_saves_on_both(hosts: Sequence[NamespaceHost], folder: Path, reference: list[Any]) -> None:
     job = Job(hosts, folder, "stopped")
     job.reach(8)
     job.processes[1].send_signal(signal.SIGINT)
@@ -289,11 +238,10 @@ def test_ctrl_c_on_one_host_saves_on_both(hosts: tuple[Host, Host], folder: Path
     assert numbers(again.run) == reference
 
 
-def test_a_host_that_is_lost(hosts: tuple[Host, Host], folder: Path) -> None:
+def test_a_host_that_is_lost(hosts: Sequence[NamespaceHost], folder: Path) -> None:
     job = Job(hosts, folder, "lost", SHORT)
     job.reach(3)
-    for process in hosts[1].processes():
-        os.kill(int(process), signal.SIGKILL)
+    hosts[1].kill_processes()
     lost = time.monotonic()
     assert job.processes[0].wait(timeout=TIMEOUT_S) == 1, job.said()
     assert time.monotonic() - lost < COLLECTIVE_TIMEOUT_S + 60
@@ -305,7 +253,7 @@ def test_a_host_that_is_lost(hosts: tuple[Host, Host], folder: Path) -> None:
     assert hosts[0].processes() == []
 
 
-def test_a_host_that_does_not_come(hosts: tuple[Host, Host], folder: Path) -> None:
+def test_a_host_that_does_not_come(hosts: Sequence[NamespaceHost], folder: Path) -> None:
     place = f"{hosts[0].address}:{PORT}"
     for node, says in (
         (0, f"of 2 ranks, 1 did not come to {place} within"),
@@ -321,7 +269,7 @@ def test_a_host_that_does_not_come(hosts: tuple[Host, Host], folder: Path) -> No
     assert not job.run.path.exists()
 
 
-def test_a_master_that_is_not_the_first_host(hosts: tuple[Host, Host], folder: Path) -> None:
+def test_a_master_that_is_not_the_first_host(hosts: Sequence[NamespaceHost], folder: Path) -> None:
     job = Job(hosts, folder, "other-master", SHORT, master=hosts[1].address)
     assert job.wait() == [75, 75], job.said()
     place = f"{hosts[1].address}:{PORT}"
@@ -342,10 +290,10 @@ time.sleep(900)
 
 
 def test_a_port_that_something_has_which_does_not_answer(
-    hosts: tuple[Host, Host], folder: Path, wait_until: WaitUntil
+    hosts: Sequence[NamespaceHost], folder: Path, wait_until: WaitUntil
 ) -> None:
     log = folder / "silent.log"
-    silent = hosts[0].start([sys.executable, "-c", SILENT, str(PORT)], folder, log)
+    silent = start(hosts[0], [sys.executable, "-c", SILENT, str(PORT)], folder, log)
     wait_until(lambda: log.stat().st_size > 0)
     try:
         job = Job(hosts, folder, "in-use", SHORT)
@@ -366,7 +314,7 @@ def test_a_port_that_something_has_which_does_not_answer(
     assert not job.run.path.exists()
 
 
-def test_an_interface_that_one_host_does_not_have(hosts: tuple[Host, Host], folder: Path) -> None:
+def test_an_interface_that_one_host_does_not_have(hosts: Sequence[NamespaceHost], folder: Path) -> None:
     job = Job(hosts, folder, "interface", variables={1: {"GLOO_SOCKET_IFNAME": "ib7"}})
     # At once, on both: nobody waits for the ten minutes that are the default.
     assert job.wait() == [78, 78], job.said()

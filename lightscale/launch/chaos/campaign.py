@@ -2,7 +2,7 @@
 
 DIR/reference/       the undisturbed run; reused by a campaign with the same configuration
     round-0001/      the runs under faults, each of the same steps
-    round-0001.log   the output of their commands
+    round-0001.log   the output of their commands; of further hosts round-0001.node-b.log
     disk-0001/       the runs with a full disk
     guarded-0001/    the runs with flipped bits and wrong ranks, which compare weights, moments and gradients
     poisoned-0001/   the runs with NaN, which go back and jump over data
@@ -30,6 +30,7 @@ from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck, check_detection, checkpoint_directories
 from lightscale.launch.chaos.faults.replaced import aside_of
 from lightscale.launch.chaos.harness.costs import over_bound
+from lightscale.launch.chaos.harness.hosts import Host, namespace_hosts, stem_of
 from lightscale.launch.chaos.harness.keeping import CampaignProgress, Judged
 from lightscale.launch.chaos.harness.training import Training
 from lightscale.launch.chaos.harness.trial import Fault, Runner, Subject, Trial
@@ -37,6 +38,7 @@ from lightscale.launch.chaos.harness.verify import SKIPPED, Lines, Verdict, judg
 from lightscale.launch.chaos.preload.control import Control, problem
 from lightscale.launch.chaos.schedule import WITH_DATA_RANKS, WITH_LIBRARY, WITH_STORES, Where, schedule
 from lightscale.launch.chaos.stores import LARGEST_STORE_BYTES, copy_store, num_bytes, write_other_store
+from lightscale.launch.commands.checks import num_gpus
 from lightscale.runs.run_directory import RunDirectory, read_lines
 
 # A start, a step and a save take far less. How long a rank may be silent differs from phase to phase.
@@ -79,6 +81,8 @@ class CampaignResult:
 class Campaign:
     """Runs of `config` with `overrides`, as for `lightscale train`, in `directory`.
 
+    Runs under faults are on `hosts`; undisturbed ones always on this machine, which the others must equal.
+
     `report` is called with a line of text and the result so far, before each part and after each fault. `keep` is
     called with the judged result, after each run.
     """
@@ -90,22 +94,32 @@ class Campaign:
         directory: Path,
         *,
         processes: int,
+        hosts: int = 1,
         seed: int,
         report: Callable[[str, CampaignResult], None],
         keep: Callable[[CampaignResult], None],
     ) -> None:
-        self.directory, self.processes, self.seed = directory, processes, seed
+        self.directory, self.processes, self.num_hosts, self.seed = directory, processes, hosts, seed
         self._report, self._keep = report, keep
         self._arguments = ["train", str(config), *overrides]
         self.config = load(config, overrides)
         self.result = CampaignResult()
         self._reference = RunDirectory(directory / "reference")
         self._control: Control | None = None
+        self._hosts: Sequence[Host] = ()
 
     def run(self, amounts: Mapping[str, int], *, flips: int) -> CampaignResult:
-        """Run all parts, or go on where the same campaign was ended; `amounts` by the names in `SORTS`."""
+        """Run all parts, or go on where the same campaign was ended; `amounts` by the names in `SORTS`.
+
+        Raises UserError where the hosts cannot be made, before anything is written.
+        """
+        with self._network() as self._hosts:
+            return self._run(amounts, flips)
+
+    def _run(self, amounts: Mapping[str, int], flips: int) -> CampaignResult:
         question = {"amounts": dict(amounts), "flips": flips, "seed": self.seed, "processes": self.processes}
-        progress = CampaignProgress(self.directory / "progress.json", {**question, "arguments": self._arguments})
+        question |= {"hosts": self.num_hosts, "arguments": self._arguments}
+        progress = CampaignProgress(self.directory / "progress.json", question)
         amounts = self._with_data_ranks(self._with_library(self._with_stores(amounts)))
         self._report("undisturbed run", self.result)
         self._run_reference()
@@ -121,6 +135,17 @@ class Campaign:
             self._rounds(name, queue, progress)
         progress.finish()
         return self.result
+
+    def _network(self) -> contextlib.AbstractContextManager[Sequence[Host]]:
+        """The hosts of runs under faults; of this machine nothing has to be made."""
+        if self.num_hosts == 1:
+            return contextlib.nullcontext(())
+        if num_gpus(self.config):
+            raise UserError(
+                f"--hosts {self.num_hosts}: they would share the GPUs of this machine; set train.device=cpu"
+            )
+        # The same name for the next campaign in this directory, which removes what a killed one has left.
+        return namespace_hosts(stem_of(self.directory), self.num_hosts)
 
     def _clear(self, kept: Collection[str]) -> None:
         """Remove the runs of an earlier campaign, which would be resumed instead of begun."""
@@ -236,8 +261,8 @@ class Campaign:
             # Also after Ctrl-C, which does not reach the command: it is in a session of its own.
             training.end()
         if not training.is_finished:
-            tail = "\n".join(training.output().splitlines()[-5:])
-            raise UserError(f"the undisturbed run ended with {training.exit_code} ({training.log}):\n{tail}")
+            tail = "\n".join(training.outputs()[0].splitlines()[-5:])
+            raise UserError(f"the undisturbed run ended with {training.end_text} ({training.log}):\n{tail}")
 
     def _round(self, name: str, number: int, queue: deque[Fault], progress: CampaignProgress) -> None:
         before = len(queue)
@@ -280,7 +305,7 @@ class Campaign:
             # A campaign that was killed may have left numbers.
             self._control.clear()
         return Runner(
-            self._training(RunDirectory(self.directory / name), program, more, self._control),
+            self._training(RunDirectory(self.directory / name), program, more, self._control, self._hosts),
             queue,
             Subject(
                 config=self.config,
@@ -342,15 +367,21 @@ class Campaign:
         program: str = "lightscale",
         more: Sequence[str] = (),
         control: Control | None = None,
+        hosts: Sequence[Host] = (),
     ) -> Training:
         command = [sys.executable, "-m", program, *self._arguments, *more, "--run", str(run.path)]
-        command += ["--processes", str(self.processes)]
+        command += ["--processes", str(self.processes // max(1, len(hosts)))]
         self.directory.mkdir(parents=True, exist_ok=True)
         log = self.directory / f"{run.path.name}.log"
         log.unlink(missing_ok=True)
         variables = {} if control is None else control.environment(run.path)
+        if hosts:
+            # Ranks of several hosts leave their output here when they fail.
+            output = (self.directory / f"{run.path.name}.output").absolute()
+            output.mkdir(exist_ok=True)
+            variables["TMPDIR"] = str(output)
         folder = self.directory / f"{run.path.name}.faults"
-        return Training(command, run, faults_folder=folder, log=log, variables=variables)
+        return Training(command, run, faults_folder=folder, log=log, variables=variables, hosts=hosts)
 
 
 def _numbered(judged: Sequence[Judged]) -> Iterator[tuple[Judged, int]]:

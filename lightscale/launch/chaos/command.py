@@ -23,6 +23,7 @@ from lightscale.config.arguments import add_config, add_overrides, add_run_optio
 from lightscale.errors import UserError
 from lightscale.launch.chaos.campaign import Campaign, CampaignResult
 from lightscale.launch.chaos.faults.kills import KILL
+from lightscale.launch.chaos.harness.hosts import MOST_HOSTS, missing_for_hosts
 from lightscale.launch.chaos.harness.trial import Injected
 from lightscale.launch.chaos.harness.verify import shown
 from lightscale.launch.chaos.schedule import SORTS
@@ -43,6 +44,8 @@ OVERRIDES = (
     "restart.hang_timeout_s=10",
     "guard.max_rollbacks=1000",
 )
+# Of several hosts: a rank gives up a silent one soon, and not one that is slow on a busy machine.
+_OVERRIDES_OF_HOSTS = ("restart.collective_timeout_s=30",)
 # By the rule of three, 300 bit flips without one that is accepted mean a rate below 1 % with 95 % confidence.
 _FLIPS = 300
 # Of each kind of fault.
@@ -54,8 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "; the run should take a few minutes")
     add_overrides(parser, f"override values of CONFIG and of this command ({' '.join(OVERRIDES)})")
     for name, sort in SORTS.items():
-        text = f"{sort.text} (default: {sort.default})"
-        parser.add_argument(f"--{name}", type=int, default=sort.default, metavar="N", help=text)
+        when = " with --hosts" if sort.between_hosts else ""
+        text = f"{sort.text} (default: {sort.default}{when})"
+        # Unset where the default depends on the hosts.
+        default = None if sort.between_hosts else sort.default
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--flips",
         type=int,
@@ -65,6 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {_FLIPS})",
     )
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of hosts, each a network namespace of this machine with a launcher, its share of the ranks and a "
+        f"cable (needs root; sets {' '.join(_OVERRIDES_OF_HOSTS)}; default: 1, this machine)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
     add_run_option(
         parser,
@@ -81,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         number, least = _amount(args, name), int(name == "processes")
         if number < least:
             raise UserError(f"--{name} {number}: must be at least {least}")
+    _check_hosts(args)
     directory = args.run or Path("runs") / f"{args.config.stem}-chaos"
     amounts = {name: _amount(args, name) for name in SORTS}
     record: dict[str, Any] = {}
@@ -94,9 +109,10 @@ def run(args: argparse.Namespace) -> int:
     with _sigterm_as_ctrl_c(), _progress(sum(amounts.values())) as report:
         campaign = Campaign(
             args.config,
-            [*OVERRIDES, *args.overrides],
+            [*OVERRIDES, *(_OVERRIDES_OF_HOSTS if args.hosts > 1 else ()), *args.overrides],
             directory,
             processes=args.processes,
+            hosts=args.hosts,
             seed=args.seed,
             report=report,
             keep=keep,
@@ -237,13 +253,30 @@ def _totals(record: dict[str, Any]) -> Table:
     return table
 
 
+def _check_hosts(args: argparse.Namespace) -> None:
+    """Refuse hosts that cannot be made here, and faults that need them without them."""
+    hosts, processes = args.hosts, args.processes
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise UserError(f"--hosts {hosts}: must be from 1 to {MOST_HOSTS}")
+    if processes % hosts:
+        more = hosts * (processes // hosts + 1)
+        raise UserError(f"--processes {processes}: must be a multiple of --hosts {hosts}; use {more}")
+    if hosts > 1 and (missing := missing_for_hosts()):
+        raise UserError(f"--hosts {hosts}: network namespaces need {', '.join(missing)}; use --hosts 1 without")
+    for name, sort in SORTS.items():
+        if sort.between_hosts and hosts == 1 and (number := _amount(args, name)):
+            raise UserError(f"--{name} {number}: one host has no other; use --hosts 2, or remove it")
+
+
 def _amount(args: argparse.Namespace, name: str) -> int:
-    number: int = getattr(args, name.replace("-", "_"))
+    number: int | None = getattr(args, name.replace("-", "_"))
+    if number is None:
+        return SORTS[name].default if args.hosts > 1 else 0
     return number
 
 
 def _command_line(args: argparse.Namespace, directory: Path) -> str:
-    amounts = [f"--{name}={_amount(args, name)}" for name in [*SORTS, "flips", "processes", "seed"]]
+    amounts = [f"--{name}={_amount(args, name)}" for name in [*SORTS, "flips", "processes", "hosts", "seed"]]
     return shlex.join(["lightscale", "chaos", str(args.config), *args.overrides, *amounts, f"--run={directory}"])
 
 

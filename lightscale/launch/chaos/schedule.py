@@ -7,13 +7,14 @@ from typing import Literal
 
 from lightscale.launch.chaos.faults.changed_tokens import draw_changed_tokens
 from lightscale.launch.chaos.faults.commands import COMMANDS, draw_killed_commands
-from lightscale.launch.chaos.faults.conditions import CONDITIONS, Draw, draw_conditions, draw_pairs
+from lightscale.launch.chaos.faults.conditions import CONDITIONS, Draw, draw_conditions, draw_links, draw_pairs
 from lightscale.launch.chaos.faults.damaged_checkpoint import draw_damages
 from lightscale.launch.chaos.faults.damaged_records import draw_damaged_records
 from lightscale.launch.chaos.faults.disagreeing_ranks import draw_disagreeing_ranks
 from lightscale.launch.chaos.faults.disks import draw_disk_faults, draw_full_disks
 from lightscale.launch.chaos.faults.flipped_memory import draw_flips
-from lightscale.launch.chaos.faults.kills import draw_kills, draw_stops
+from lightscale.launch.chaos.faults.kills import draw_kills, draw_lost_hosts, draw_stops
+from lightscale.launch.chaos.faults.links import LINKS
 from lightscale.launch.chaos.faults.lost_checkpoints import draw_lost_checkpoints
 from lightscale.launch.chaos.faults.not_finite import draw_nans, draw_rollback_losses
 from lightscale.launch.chaos.faults.processes import draw_second_jobs
@@ -36,6 +37,8 @@ class Sort:
     draw: Draw
     """Draws a number of faults for a number of ranks."""
     where: Where = "ordinary"
+    between_hosts: bool = False
+    """Whether it needs several hosts."""
 
 
 # By the name of the option. By the rule of three, 200 kills without a loss mean a rate of losses below 1.5 % with 95 %
@@ -101,23 +104,43 @@ SORTS: dict[str, Sort] = {
         text=f"commands beside the training that are killed and given again: {', '.join(COMMANDS)}",
         draw=draw_killed_commands,
     ),
+    "lost-hosts": Sort(
+        default=10,
+        text="SIGKILLs of all processes of a host, half of them with its cable out (silent)",
+        draw=draw_lost_hosts,
+        between_hosts=True,
+    ),
+    "links": Sort(
+        default=8,
+        text=f"conditions of the link of a host that last for up to a minute: {', '.join(LINKS)}",
+        draw=draw_links,
+        between_hosts=True,
+    ),
 }
 # Which sorts of faults come while a condition lasts, by the sort of these pairs.
+_ORDINARY = [name for name, one in SORTS.items() if one.where == "ordinary" and name not in ("conditions", "links")]
 _SECOND: dict[str, tuple[str, ...]] = {
-    "pairs": tuple(name for name, sort in SORTS.items() if sort.where == "ordinary" and name != "conditions"),
+    "pairs": tuple(name for name in _ORDINARY if not SORTS[name].between_hosts),
     "rollback-pairs": ("nans", "rollback-losses"),
     "memory-pairs": ("memory-flips",),
     "wrong-rank-pairs": ("wrong-ranks",),
 }
+# The same of links.
+_SECOND_OF_LINKS: dict[str, tuple[str, ...]] = {
+    "link-pairs": tuple(_ORDINARY),
+    "link-rollback-pairs": ("nans", "rollback-losses"),
+    "link-memory-pairs": ("memory-flips",),
+}
 # Sorts that need a second store, the preloaded library, and two data ranks.
-WITH_STORES = ("changed-tokens", "disagreements", "replaced-stores", "pairs")
-WITH_LIBRARY = ("conditions", "power-cuts", *_SECOND)
+WITH_STORES = ("changed-tokens", "disagreements", "replaced-stores", "pairs", "link-pairs")
+WITH_LIBRARY = ("conditions", "power-cuts", *_SECOND, *_SECOND_OF_LINKS)
 WITH_DATA_RANKS = ("wrong-ranks", "wrong-rank-pairs")
 
 
 def _draw_pairs(name: str) -> Draw:
-    others = {sort: SORTS[sort].draw for sort in _SECOND[name]}
-    return lambda generator, number, processes: draw_pairs(generator, number, processes, others)
+    conditions = LINKS if name in _SECOND_OF_LINKS else CONDITIONS
+    others = {sort: SORTS[sort].draw for sort in (_SECOND | _SECOND_OF_LINKS)[name]}
+    return lambda generator, number, processes: draw_pairs(generator, number, processes, others, conditions)
 
 
 SORTS |= {
@@ -143,6 +166,26 @@ SORTS |= {
         text="pairs of a condition with ranks that compute slightly wrong (needs gcc and two data ranks)",
         draw=_draw_pairs("wrong-rank-pairs"),
         where="guarded",
+    ),
+    "link-pairs": Sort(
+        default=10,
+        text="pairs of a condition of a link with another fault or condition while it lasts (needs gcc)",
+        draw=_draw_pairs("link-pairs"),
+        between_hosts=True,
+    ),
+    "link-rollback-pairs": Sort(
+        default=2,
+        text="pairs of a condition of a link with NaNs or losses during rollbacks (needs gcc)",
+        draw=_draw_pairs("link-rollback-pairs"),
+        where="poisoned",
+        between_hosts=True,
+    ),
+    "link-memory-pairs": Sort(
+        default=2,
+        text="pairs of a condition of a link with bits flipped in memory (needs gcc)",
+        draw=_draw_pairs("link-memory-pairs"),
+        where="guarded",
+        between_hosts=True,
     ),
 }
 

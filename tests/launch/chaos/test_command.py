@@ -1,6 +1,9 @@
 """`lightscale chaos` on real runs: what it prints, what it leaves, and that it can be interrupted."""
 
+import argparse
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +22,9 @@ from lightscale.launch.chaos import campaign, command
 from lightscale.launch.chaos.campaign import CampaignResult
 from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck
 from lightscale.launch.chaos.faults.disks import FullDisk
-from lightscale.launch.chaos.faults.kills import Kill
+from lightscale.launch.chaos.faults.kills import LOSS, Kill
+from lightscale.launch.chaos.faults.links import LINKS
+from lightscale.launch.chaos.harness.hosts import stem_of
 from lightscale.launch.chaos.harness.trial import Injected, Trial
 from lightscale.launch.chaos.harness.verify import Verdict
 from lightscale.launch.chaos.schedule import SORTS
@@ -132,6 +137,53 @@ def test_what_a_run_must_notice(folder: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+def test_faults_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], needs: Callable[..., None]) -> None:
+    needs("root", "ip", "tc", "unshare")
+    amounts = {"lost_hosts": 2, "links": 2, "changed_tokens": 1, "second_jobs": 1}
+    record = chaos(capsys, "train.steps=100", "--flips=0", "--hosts=2", **amounts)
+    assert record["faults"] == 6 and record["steps_compared"] >= 100
+    kinds = record["kinds"]
+    assert sum(one["faults"] for kind, one in kinds.items() if kind in LINKS) == 2
+    assert sum(one["faults"] for kind, one in kinds.items() if LOSS in kind) == 2
+    assert kinds["second job on the run"]["detected"] == kinds["changed tokens under a job"]["detected"] == 1
+    # The undisturbed run, whose losses all of these have, was one of this machine.
+    logs = [Path(f"runs/chaos-chaos/{name}.log").read_text() for name in ("reference", "round-0001.node-b")]
+    assert ["rank 1 of 2, rendezvous at 10.231.0.1:" in log for log in logs] == [False, True]
+    assert not namespaces()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_an_interrupted_campaign_leaves_no_host(folder: Path, needs: Callable[..., None]) -> None:
+    needs("root", "ip", "tc", "unshare")
+    words = [sys.executable, "-m", "lightscale", "chaos", "chaos.toml", "--hosts=2", "--kills=9", "--flips=0"]
+    words += [f"--{name}=0" for name in SORTS if name != "kills"]
+    for signum, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 120
+        while len(below := [one for name in namespaces() for one in processes_in(name)]) < 4:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signum)
+        process.communicate(timeout=60)
+        assert process.returncode == code
+        # A killed one leaves them to the next one in its directory, which removes them first.
+        assert bool(namespaces()) == (signum == signal.SIGKILL)
+    assert not any(psutil.pid_exists(one) for one in below)
+
+
+def namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"{stem_of(Path('runs/chaos-chaos'))}-")]
+
+
+def processes_in(namespace: str) -> list[int]:
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False).stdout
+    return [int(one) for one in listed.split()]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_campaign_leaves_no_process(folder: Path, signum: signal.Signals) -> None:
@@ -223,6 +275,50 @@ def test_amounts_are_checked(folder: Path, capsys: pytest.CaptureFixture[str], w
     assert main(["chaos", "chaos.toml", word]) == UserError.EXIT_CODE
     assert f"{word.replace('=', ' ')}: must be at least" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts=0"], "--hosts 0: must be from 1 to 26"),
+        (["--hosts=27", "--processes=27"], "--hosts 27: must be from 1 to 26"),
+        (["--hosts=2", "--processes=3"], "--processes 3: must be a multiple of --hosts 2; use 4"),
+        (["--hosts=2", "--processes=1"], "--processes 1: must be a multiple of --hosts 2; use 2"),
+        (["--lost-hosts=3"], "--lost-hosts 3: one host has no other; use --hosts 2, or remove it"),
+        (["--links=1", "--hosts=1"], "--links 1: one host has no other"),
+        (["--link-pairs=-1"], "--link-pairs -1: must be at least 0"),
+        (["--hosts=2"], "--hosts 2: network namespaces need root, tc; use --hosts 1"),
+    ],
+)
+def test_hosts_are_checked_before_anything_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/sbin/{name}")
+    assert main(["chaos", "chaos.toml", *words]) == UserError.EXIT_CODE
+    assert said in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_hosts_do_not_share_gpus(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "missing_for_hosts", list)
+    monkeypatch.setattr(campaign, "num_gpus", lambda config: 8)
+    assert main(["chaos", "chaos.toml", "--hosts=2"]) == UserError.EXIT_CODE
+    assert "--hosts 2: they would share the GPUs of this machine; set train.device=cpu" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_what_is_between_hosts_is_only_tried_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for words, hosts in (([], 1), (["--hosts=2"], 2)):
+        args = parser.parse_args(["chaos.toml", *words])
+        amounts = {name: command._amount(args, name) for name in SORTS}
+        between = {name: amount for name, amount in amounts.items() if SORTS[name].between_hosts}
+        assert len(between) == 5 and all((amount > 0) == (hosts > 1) for amount in between.values())
+        assert f"--hosts={hosts}" in command._command_line(args, Path("runs"))
 
 
 def test_no_store_is_said_before_anything_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

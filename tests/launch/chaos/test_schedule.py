@@ -7,13 +7,14 @@ import pytest
 
 from lightscale.launch.chaos.faults import changed_tokens, disagreeing_ranks, lost_checkpoints, not_finite
 from lightscale.launch.chaos.faults.changed_tokens import ChangedTokens
-from lightscale.launch.chaos.faults.conditions import Pair
+from lightscale.launch.chaos.faults.conditions import Alone, Pair, is_fault
 from lightscale.launch.chaos.faults.damaged_checkpoint import DAMAGE_KINDS, Damage
 from lightscale.launch.chaos.faults.damaged_records import RECORDS, WAYS, DamagedRecord
 from lightscale.launch.chaos.faults.disagreeing_ranks import DisagreeingRank
 from lightscale.launch.chaos.faults.disks import DiskFault
 from lightscale.launch.chaos.faults.flipped_memory import Flip
-from lightscale.launch.chaos.faults.kills import Kill
+from lightscale.launch.chaos.faults.kills import LOSS, Kill, LostHost
+from lightscale.launch.chaos.faults.links import LINKS, LONGEST_S
 from lightscale.launch.chaos.faults.lost_checkpoints import MissingCheckpoints
 from lightscale.launch.chaos.faults.memory import GRADIENT
 from lightscale.launch.chaos.faults.not_finite import NaN
@@ -77,6 +78,29 @@ def test_what_flips_and_who_computes_wrong() -> None:
     assert all(1e-5 <= abs(one.error) <= 1e-2 for one in wrong) and {one.error > 0 for one in wrong} == {True, False}
     pairs = schedule({"wrong-rank-pairs": 8}, processes=4, seed=0, where="guarded")
     assert all(isinstance(one, Pair) for one in pairs) and len({one.kind for one in pairs}) == 8
+
+
+def test_what_goes_wrong_between_hosts() -> None:
+    amounts = {"lost-hosts": 48, "links": 24, "link-pairs": 200}
+    faults = schedule(amounts, processes=4, seed=0)
+    hosts = [one for one in faults if isinstance(one, LostHost)]
+    assert Counter(one.point is None for one in hosts) == {True: 24, False: 24}
+    assert {one.point for one in hosts} == {*POINTS, None} and {one.rank for one in hosts} == set(range(4))
+    assert Counter(one.is_silent for one in hosts) == {True: 24, False: 24}
+    assert len({(one.point is None, one.is_silent) for one in hosts}) == 4
+    links = [one for one in faults if isinstance(one, Alone)]
+    assert Counter(one.kind for one in links) == dict.fromkeys(LINKS, 6)
+    # Some for longer than ranks wait for each other.
+    assert max(one.seconds for one in links) > 30 and all(one.seconds <= LONGEST_S for one in links)
+    pairs = [one for one in faults if isinstance(one, Pair)]
+    assert Counter(one.first.kind for one in pairs) == dict.fromkeys(LINKS, 50)
+    assert len({one.kind for one in pairs}) > 100 and any(isinstance(one.second, LostHost) for one in pairs)
+    assert {one.second.kind for one in pairs if not is_fault(one.second)} >= {*LINKS, "clock jump"}
+    words = [[str(one) for one in schedule(amounts, processes=4, seed=seed)] for seed in (0, 0, 1)]
+    assert words[0] == words[1] != words[2]
+    # Without several hosts nothing of it is drawn, also not in pairs.
+    alone = schedule({"pairs": 200}, processes=4, seed=0)
+    assert not [one for one in alone if isinstance(one, Pair) and (one.first.kind in LINKS or LOSS in one.kind)]
 
 
 def test_the_seed_decides() -> None:

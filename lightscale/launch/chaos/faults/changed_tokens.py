@@ -54,7 +54,7 @@ class ChangedTokens:
             if self.while_running:
                 # What was read ahead before the change is right, and may be trained on.
                 most_steps = PATIENCE_SAVES * run.every
-                missed = run.ends(UserError.EXIT_CODE, says, first_byte=said, most_steps=most_steps)
+                missed = run.ends(UserError.EXIT_CODE, says, first_bytes=said, most_steps=most_steps)
             else:
                 missed = run.refused(UserError.EXIT_CODE, says)
         finally:

@@ -96,6 +96,8 @@ class KilledCommand:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         command = [sys.executable, "-m", "lightscale", *chosen.words(run, folder / "out")]
+        # Where the lock of a run that was killed shows it to be so.
+        command = run.training.hosts[0].inside(command)
         log = folder / "log"
         first = _start(command, log)
         try:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
+from lightscale.launch.chaos.faults.links import LINKS
+from lightscale.launch.chaos.faults.links import LONGEST_S as LONGEST_LINK_S
 from lightscale.launch.chaos.faults.processes import draw_limit, draw_slow_rank
 from lightscale.launch.chaos.faults.surroundings import SURROUNDINGS, draw_surrounding
 from lightscale.launch.chaos.harness.trial import Bound, Condition, Fault, Runner
@@ -109,30 +111,48 @@ def is_condition(one: Fault | Condition) -> TypeGuard[Condition]:
 
 def draw_conditions(generator: random.Random, number: int, processes: int) -> Iterator[Alone]:
     """Draw each kind equally often."""
-    for name in shuffled_cycle(generator, tuple(CONDITIONS), number):
-        condition = CONDITIONS[name](generator, processes)
-        yield Alone(second=condition, seconds=generator.uniform(_SHORTEST_S, _LONGEST_S))
+    return _draw_alone(generator, number, processes, CONDITIONS, _LONGEST_S)
 
 
-def draw_pairs(generator: random.Random, number: int, processes: int, others: Mapping[str, Draw]) -> Iterator[Pair]:
-    """Draw pairs of a condition with any of `others`, by the name of their sort, or another condition.
+def draw_links(generator: random.Random, number: int, processes: int) -> Iterator[Alone]:
+    """Draw each kind equally often."""
+    return _draw_alone(generator, number, processes, LINKS, LONGEST_LINK_S)
+
+
+def _draw_alone(
+    generator: random.Random, number: int, processes: int, conditions: Mapping[str, _Draw], longest_s: float
+) -> Iterator[Alone]:
+    for name in shuffled_cycle(generator, tuple(conditions), number):
+        condition = conditions[name](generator, processes)
+        yield Alone(second=condition, seconds=generator.uniform(_SHORTEST_S, longest_s))
+
+
+def draw_pairs(
+    generator: random.Random,
+    number: int,
+    processes: int,
+    others: Mapping[str, Draw],
+    conditions: Mapping[str, _Draw] = CONDITIONS,
+) -> Iterator[Pair]:
+    """Draw pairs of one of `conditions` with any of `others`, by the name of their sort, or another condition.
 
     Conditions and others come equally often, each in an order of its own; a condition is the second one in a quarter
     of the pairs.
     """
-    firsts = shuffled_cycle(generator, tuple(CONDITIONS), number)
+    firsts = shuffled_cycle(generator, tuple(conditions), number)
+    every = {**CONDITIONS, **conditions}
     seconds: list[str | None] = [*shuffled_cycle(generator, tuple(others), number - number // 4)] if others else []
     seconds += [None] * (number - len(seconds))
     generator.shuffle(seconds)
     for name, sort in zip(firsts, seconds, strict=True):
         seconds_s = generator.uniform(_SHORTEST_S, _LONGEST_S)
         delay_s = generator.uniform(0, min(seconds_s, 3.0))
-        first = CONDITIONS[name](generator, processes)
+        first = every[name](generator, processes)
         if sort is not None:
             second: Fault | Condition = next(iter(others[sort](generator, 1, processes)))
         if sort is None or (name, second.kind) in EXCLUDED:
-            other = generator.choice([one for one in CONDITIONS if one != name])
-            second = CONDITIONS[other](generator, processes)
+            other = generator.choice([one for one in every if one != name])
+            second = every[other](generator, processes)
         yield Pair(
             first=first,
             seconds=seconds_s,

@@ -17,7 +17,6 @@ from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
 from lightscale.launch.chaos.harness.training import own_environment
 from lightscale.launch.chaos.harness.trial import SLOW_POLL_S, Bound, Runner, Subject
-from lightscale.runs.job_environment import node_name
 
 WAYS = ("learning rate", "seed", "content of the store", "layout")
 
@@ -60,15 +59,19 @@ class DisagreeingRank:
         run.happened(self, lambda since: missed)
 
     def _refused(self, run: Runner, other: Difference) -> str | None:
-        world_size, log = run.subject.processes, run.training.log
+        world_size, log, hosts = run.subject.processes, run.training.log, run.training.hosts
+        local_size = world_size // len(hosts)
         outputs = [log.with_suffix(f".rank-{rank}.log") for rank in range(world_size)]
         ranks = []
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        address = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(_free_port())}
         try:
             for rank, path in enumerate(outputs):
-                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+                host, local_rank = hosts[rank // local_size], rank % local_size
+                numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+                numbers["LOCAL_WORLD_SIZE"] = local_size
                 environment = own_environment() | address | {name: str(value) for name, value in numbers.items()}
-                command = [*run.training.command, *([other.override] if rank == self.rank else [])]
+                environment |= host.variables
+                command = host.inside([*run.training.command, *([other.override] if rank == self.rank else [])])
                 with path.open("wb") as file:
                     ranks.append(
                         subprocess.Popen(
@@ -91,16 +94,16 @@ class DisagreeingRank:
         for rank, (code, text) in enumerate(zip(codes, texts, strict=True)):
             if code != UserError.EXIT_CODE:
                 return f"rank {rank} ended with {code}, not {UserError.EXIT_CODE}: {_tail(text)}"
-            if not names(text, other, self.rank):
+            if not names(text, other, self.rank, [hosts[rank // local_size].name for rank in range(world_size)]):
                 return f"rank {rank} did not name {other.key} with both values: {_tail(text)}"
         return None
 
 
-def names(text: str, other: Difference, rank: int) -> bool:
-    """Whether a line of `text` has the key, the host and number of `rank`, and both values."""
-    here = re.escape(node_name() or socket.gethostname())
-    parts = [rf"\b{re.escape(value)} on {here} \(rank" for value in other.values]
-    parts.append(rf"\b{re.escape(other.values[1])} on {here} \(rank {rank}\)")
+def names(text: str, other: Difference, rank: int, hosts: Sequence[str]) -> bool:
+    """Whether a line of `text` has the key, the host and number of `rank`, and both values; `hosts`: of all ranks."""
+    usual, odd = map(re.escape, other.values)
+    anywhere = "|".join(map(re.escape, {host for one, host in enumerate(hosts) if one != rank}))
+    parts = [rf"\b{usual} on ({anywhere}) \(rank", rf"\b{odd} on {re.escape(hosts[rank])} \(rank {rank}\)"]
     lines = [line.strip() for line in text.splitlines()]
     return any(line.startswith(f"{other.key}: ") and all(re.search(part, line) for part in parts) for line in lines)
 

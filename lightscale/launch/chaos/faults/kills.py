@@ -1,10 +1,12 @@
-"""Kills and stops of processes, at a phase of the run or at any instant."""
+"""Kills and stops of processes and whole hosts, at a phase of the run or at any instant."""
 
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+import psutil
 
 from lightscale.launch.chaos.faults.drawing import LATEST_S, shuffled_cycle
 from lightscale.launch.chaos.harness.training import ORPHAN_S, send, wait_until_gone
@@ -13,6 +15,8 @@ from lightscale.training.health.fault_injection import LOAD_POINTS, SAVE_POINTS,
 
 KILL = "kill at "
 """What the kinds of kills begin with; the phase follows."""
+LOSS = "loss of a host at "
+"""The same of losses of hosts; some kinds have a word before it."""
 # Phases that only the rank goes through that makes the directory a checkpoint.
 _ONE_RANK_POINTS = ("save:manifest", "save:rename", "save:retention")
 # A start takes several seconds; instants within it are drawn from these.
@@ -63,9 +67,8 @@ class Kill:
             else:
                 run.wait_for_first_step()
             run.pause(self.delay_s)
-            there = self.launcher or set(self.victims) & set(run.training.ranks())
             # Between two attempts there is nothing to kill; a kill that hits nobody must not count.
-            if not run.training.has_ended and there:
+            if not run.training.has_ended and self._hits(run, run.training.ranks()):
                 return
 
     def _await_point(self, run: Runner, point: str) -> None:
@@ -81,9 +84,16 @@ class Kill:
             if point not in run.trial.unreached:
                 run.trial.unreached.append(point)
 
+    def _hits(self, run: Runner, ranks: Collection[int]) -> bool:
+        """Whether it hits anybody while these `ranks` are there."""
+        return self.launcher or bool(set(self.victims) & set(ranks))
+
+    def _hit(self, run: Runner, ranks: Mapping[int, psutil.Process]) -> None:
+        run.training.kill([ranks[rank] for rank in self.victims if rank in ranks], launcher=self.launcher)
+
     def _strike(self, run: Runner) -> None:
         ranks = run.training.ranks()
-        run.training.kill([ranks[rank] for rank in self.victims if rank in ranks], launcher=self.launcher)
+        self._hit(run, ranks)
         run.happened(self)
         # Without their launcher ranks are ended by the kernel, at once; with it, by the launcher, once it has noticed.
         left = wait_until_gone(ranks.values(), ORPHAN_S if self.launcher else run.patience_s)
@@ -93,6 +103,38 @@ class Kill:
             run.trial.failures.append(f"ranks hung for {run.patience_s:.0f} s after {self.kind}")
         run.kill_what_is_left(left)
         run.settle()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostHost(Kill):
+    """Sends SIGKILL to all processes of the host of `rank`; the others have to notice."""
+
+    victims: tuple[int, ...] = ()
+    launcher: bool = False
+    is_silent: bool
+    """Whether its cable is out before, so that no connection of the others is closed, as without power."""
+
+    @property
+    def kind(self) -> str:
+        """What it is, for the table."""
+        return f"{'silent ' if self.is_silent else ''}{LOSS}{self.point or 'any instant'}"
+
+    def _hits(self, run: Runner, ranks: Collection[int]) -> bool:
+        host = run.host_of(self.rank)
+        return any(run.host_of(rank) is host for rank in ranks)
+
+    def _hit(self, run: Runner, ranks: Mapping[int, psutil.Process]) -> None:
+        host = run.host_of(self.rank)
+        if self.is_silent:
+            host.plug(is_in=False)
+        host.kill_processes()
+
+    def _strike(self, run: Runner) -> None:
+        try:
+            super()._strike(run)
+        finally:
+            # It is there again before the command is given there again.
+            run.host_of(self.rank).plug(is_in=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +181,20 @@ def draw_kills(generator: random.Random, number: int, processes: int) -> Iterato
         yield _kill(generator, point, processes)
 
 
+def draw_lost_hosts(generator: random.Random, number: int, processes: int) -> Iterator[LostHost]:
+    """Draw half of them, rounded up, at phases of saves, loads and steps, and every second one silent."""
+    num_points = (number + 1) // 2
+    points: list[str | None] = [*shuffled_cycle(generator, SAVE_POINTS + LOAD_POINTS + STEP_POINTS, num_points)]
+    for count, point in enumerate(points + [None] * (number - num_points)):
+        rank = 0 if point in _ONE_RANK_POINTS else generator.randrange(processes)
+        is_silent = count % 2 == 1
+        if point is None:
+            starting, delay_s = _instant(generator)
+            yield LostHost(rank=rank, is_silent=is_silent, delay_s=delay_s, while_starting=starting)
+        else:
+            yield LostHost(rank=rank, is_silent=is_silent, point=point, count=_count(generator, point))
+
+
 def draw_stops(generator: random.Random, number: int, processes: int) -> Iterator[StopRank]:
     """Draw stops of any rank."""
     for _ in range(number):
@@ -155,10 +211,15 @@ def _kill(generator: random.Random, point: str | None, processes: int) -> Kill:
         [((first,), False), (some, False), ((), True), (everyone, True)], weights=[6, 2, 1, 1]
     )
     if point is None:
-        starting = generator.random() < 0.2
-        delay_s = generator.uniform(0, _LATEST_AFTER_START_S if starting else LATEST_S)
+        starting, delay_s = _instant(generator)
         return Kill(victims=victims, launcher=launcher, delay_s=delay_s, while_starting=starting)
     return Kill(victims=victims, launcher=launcher, point=point, rank=first, count=_count(generator, point))
+
+
+def _instant(generator: random.Random) -> tuple[bool, float]:
+    """Whether it is while ranks start, and its delay in seconds."""
+    starting = generator.random() < 0.2
+    return starting, generator.uniform(0, _LATEST_AFTER_START_S if starting else LATEST_S)
 
 
 def _count(generator: random.Random, point: str) -> int:

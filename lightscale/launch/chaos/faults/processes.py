@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import re
 import resource
 import signal
 import threading
@@ -14,7 +13,7 @@ from typing import ClassVar
 
 import psutil
 
-from lightscale.launch.chaos.harness.training import Training, send
+from lightscale.launch.chaos.harness.training import PORT, Training, send
 from lightscale.launch.chaos.harness.trial import Bound, Runner
 
 _PERIOD_S, _SHARE = 0.1, 0.1
@@ -127,7 +126,13 @@ class SecondJob:
         log = run.training.log.with_suffix(".second.log")
         log.unlink(missing_ok=True)
         second = Training(
-            run.training.command, run.training.run, faults_folder=run.training.faults_folder / "none", log=log
+            run.training.command,
+            run.training.run,
+            faults_folder=run.training.faults_folder / "none",
+            log=log,
+            hosts=run.training.hosts,
+            # At that of the first one they would not come as far as the run.
+            port=PORT + 1,
         )
         second.start()
         try:
@@ -136,10 +141,11 @@ class SecondJob:
             second.end()
         missed = None
         # The first one may have ended meanwhile, for a fault that came before.
-        if second.exit_code == 0 and not run.training.is_finished:
+        if second.is_finished and not run.training.is_finished:
             missed = "the second one ended with 0 while the first one trained"
-        elif not run.training.has_ended and re.search(r"is in use by", second.output()) is None:
-            missed = f"it ended with {second.exit_code}: {' / '.join(second.output().splitlines()[-3:])}"
+        elif not run.training.has_ended and not all("is in use by" in text for text in second.outputs()):
+            last = [line for text in second.outputs() for line in text.splitlines()[-3:]]
+            missed = f"it ended with {second.end_text}: {' / '.join(last)}"
         run.happened(self, lambda since: missed)
         run.wait_for_steps(1)
 

@@ -12,6 +12,7 @@ import psutil
 
 from lightscale.files import NotRegular, open_regular
 from lightscale.launch.chaos.harness.history import History
+from lightscale.launch.chaos.harness.hosts import Host, this_machine
 from lightscale.launch.launcher.rank import LAUNCHER_VARIABLE, rank_of
 from lightscale.records import Record, parse_line
 from lightscale.runs.run_directory import RunDirectory
@@ -20,12 +21,15 @@ from lightscale.training.health import fault_injection
 # Longer than a kernel needs to end a process that holds much memory.
 ORPHAN_S = 30.0
 _POLL_S = 0.01
+PORT = 29500
+"""Of the host of rank 0, on several hosts."""
 
 
 class Training:
     """A `command` that trains in the directory `run`, with its output in the file `log`.
 
-    Ranks read their faults from `faults_folder`. `variables` are added to its environment.
+    Ranks read their faults from `faults_folder`. `variables` are added to its environment. On several `hosts` it is
+    started on each, as a user would, and ranks meet at `port` of the first; without any it is started here.
     """
 
     def __init__(
@@ -36,8 +40,11 @@ class Training:
         faults_folder: Path,
         log: Path,
         variables: Mapping[str, str] | None = None,
+        hosts: Sequence[Host] = (),
+        port: int = PORT,
     ) -> None:
         self.run = run
+        self.hosts = tuple(hosts) or (this_machine(),)
         self.faults_folder = faults_folder
         self.log = log
         self.steps = Tail(run.metrics)
@@ -46,7 +53,9 @@ class Training:
         """Number of starts of the command."""
         self.command = command
         self._variables = dict(variables or {})
-        self._process: subprocess.Popen[bytes] | None = None
+        self._port = port
+        # In the order of the hosts.
+        self._launchers: list[subprocess.Popen[bytes]] = []
 
     def start(self, *more: str) -> None:
         """Start the command with the arguments `more`; it must not be running."""
@@ -54,32 +63,47 @@ class Training:
         self.faults_folder.mkdir(parents=True, exist_ok=True)
         faults = {fault_injection.VARIABLE: f"@{self.faults_folder.absolute()}"}
         environment = {**own_environment(), **self._variables, **faults}
-        with self.log.open("ab") as log:
-            # A session of its own: Ctrl-C is for this process, which then ends that one.
-            self._process = subprocess.Popen(
-                [*self.command, *more],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._launchers.clear()
+        for number, (host, path) in enumerate(zip(self.hosts, self._logs, strict=True)):
+            with path.open("ab") as log:
+                # A session of its own: Ctrl-C is for this process, which then ends that one.
+                launcher = subprocess.Popen(
+                    host.inside([*self.command, *self._place(number), *more]),
+                    env={**environment, **host.variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._launchers.append(launcher)
         self.starts += 1
+
+    def _place(self, number: int) -> list[str]:
+        """The options of the launcher of a host."""
+        if len(self.hosts) == 1:
+            return []
+        address = f"--master-addr={self.hosts[0].address}"
+        return [f"--nodes={len(self.hosts)}", f"--node-rank={number}", address, f"--master-port={self._port}"]
 
     @property
     def has_ended(self) -> bool:
-        """Whether the command is not running."""
-        return self._process is None or self._process.poll() is not None
+        """Whether the command is not running, on any host."""
+        return None not in self.exit_codes
 
     @property
     def is_finished(self) -> bool:
-        """Whether the command ended with all steps done."""
-        return self._process is not None and self._process.poll() == 0
+        """Whether the command ended with all steps done, on all hosts."""
+        return set(self.exit_codes) == {0}
 
     @property
-    def exit_code(self) -> int | None:
-        """Exit code of the last start; None: it is running, or there was none."""
-        return None if self._process is None else self._process.poll()
+    def exit_codes(self) -> list[int | None]:
+        """Exit codes of the last start, by host; None: it is running. Empty: there was none."""
+        return [launcher.poll() for launcher in self._launchers]
+
+    @property
+    def end_text(self) -> str:
+        """The exit codes, as text."""
+        return " and ".join(map(str, self.exit_codes))
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The processes of the ranks, by rank."""
@@ -94,11 +118,11 @@ class Training:
         return found
 
     def kill(self, ranks: Iterable[psutil.Process], *, launcher: bool) -> None:
-        """Send SIGKILL to the launcher, if asked, and then to `ranks`."""
-        if launcher and self._process is not None:
+        """Send SIGKILL to the launchers of all hosts, if asked, and then to `ranks`."""
+        for process in self._launchers if launcher else ():
             # First, so that it neither starts the ranks again nor records how they ended.
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
         for rank in ranks:
             send(rank, signal.SIGKILL)
 
@@ -140,22 +164,29 @@ class Training:
         return max((event["attempt"] for event in self.events()), default=0)
 
     @property
-    def num_output_bytes(self) -> int:
-        """Length of the output so far."""
-        return self.log.stat().st_size if self.log.exists() else 0
+    def num_output_bytes(self) -> list[int]:
+        """Length of the output so far, by host."""
+        return [log.stat().st_size if log.exists() else 0 for log in self._logs]
 
-    def output(self, first_byte: int = 0) -> str:
-        """The output of the command from `first_byte` on."""
-        return self.log.read_bytes()[first_byte:].decode(errors="replace") if self.log.exists() else ""
+    def outputs(self, first_bytes: Sequence[int] = ()) -> list[str]:
+        """The output of the command by host, each from its first byte on."""
+        firsts = first_bytes or [0] * len(self._logs)
+        pairs = zip(self._logs, firsts, strict=True)
+        return [log.read_bytes()[first:].decode(errors="replace") if log.exists() else "" for log, first in pairs]
+
+    @property
+    def _logs(self) -> list[Path]:
+        """That of the first host is `log`."""
+        return [self.log, *(self.log.with_suffix(f".{host.name}.log") for host in self.hosts[1:])]
 
     def _descendants(self) -> list[psutil.Process]:
-        """All processes below the launcher, parents first."""
-        if self._process is None or self._process.poll() is not None:
-            return []
-        try:
-            return psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        """All processes below the launchers, parents first."""
+        found = []
+        for launcher in self._launchers:
+            if launcher.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found += psutil.Process(launcher.pid).children(recursive=True)
+        return found
 
 
 class Tail:

@@ -12,6 +12,7 @@ from typing import Protocol
 import psutil
 
 from lightscale.config.schema import RunConfig
+from lightscale.launch.chaos.harness.hosts import Host, NamespaceHost
 from lightscale.launch.chaos.harness.training import ORPHAN_S, Training, send, wait_until_gone
 from lightscale.launch.chaos.harness.verify import DamagedStep, Lines
 from lightscale.launch.chaos.preload.control import Control
@@ -266,6 +267,17 @@ class Runner:
             self._blamed_attempt = max(self._blamed_attempt, self.training.attempt)
             self._last_change = time.monotonic()
 
+    def host_of(self, rank: int) -> NamespaceHost:
+        """The host of `rank`; the run is on several."""
+        host = self.training.hosts[rank * len(self.training.hosts) // self.subject.processes]
+        assert isinstance(host, NamespaceHost), "the campaign tries this on several hosts"
+        return host
+
+    def cable(self, rank: int) -> tuple[NamespaceHost, list[Host]]:
+        """The host of `rank`, and the others."""
+        own = self.host_of(rank)
+        return own, [host for host in self.training.hosts if host is not own]
+
     def mend_for_start(self) -> None:
         """End what a user would mend before the command is started by hand."""
         self.end_conditions(lambda condition: condition.hinders_starts)
@@ -335,14 +347,14 @@ class Runner:
         self.mend_for_start()
         said = self.training.num_output_bytes
         self.training.start(*more)
-        return self.ends(exit_code, *patterns, first_byte=said, most_steps=0)
+        return self.ends(exit_code, *patterns, first_bytes=said, most_steps=0)
 
-    def ends(self, exit_code: int, *patterns: str, first_byte: int, most_steps: int) -> str | None:
+    def ends(self, exit_code: int, *patterns: str, first_bytes: Sequence[int], most_steps: int) -> str | None:
         """Wait until the command ends; returns the fault in its end, or None. The command has ended afterwards.
 
         Args:
-            exit_code: required exit code.
-            patterns: required matches in its output from `first_byte` on.
+            exit_code: required exit code, on every host.
+            patterns: required matches in its output on every host, from `first_bytes` on.
             most_steps: number of further steps allowed.
         """
         first, deadline = self.num_steps, time.monotonic() + self.patience_s
@@ -359,13 +371,14 @@ class Runner:
                 return wrong
             time.sleep(POLL_S)
         self.settle()
-        output = self.training.output(first_byte)
-        if self.training.exit_code != exit_code:
-            wrong = f"it ended with {self.training.exit_code}, not {exit_code}"
-        elif missing := [pattern for pattern in patterns if re.search(pattern, output, re.MULTILINE) is None]:
+        outputs = self.training.outputs(first_bytes)
+        missing = [one for one in patterns for text in outputs if re.search(one, text, re.MULTILINE) is None]
+        if set(self.training.exit_codes) != {exit_code}:
+            wrong = f"it ended with {self.training.end_text}, not {exit_code}"
+        elif missing:
             wrong = f"it did not print {missing[0]!r}"
         if wrong is not None:
-            wrong += f": {' / '.join(output.splitlines()[-3:])}"
+            wrong += f": {' / '.join(line for text in outputs for line in text.splitlines()[-3:])}"
         return wrong
 
     def kill_what_is_left(self, processes: Sequence[psutil.Process]) -> None:
@@ -423,7 +436,7 @@ class Runner:
         # A fault that nobody has recovered from explains an end of the command, and so does one of this same attempt.
         to_blame = [one for one in self.trial.injected if not one.recovered]
         if not to_blame and not self._lasting and self.training.attempt > self._blamed_attempt:
-            self.trial.failures.append(f"the command ended with {self.training.exit_code} without a fault")
+            self.trial.failures.append(f"the command ended with {self.training.end_text} without a fault")
             self._unexplained += 1
             if self._unexplained >= _MAX_FAILURES:
                 raise GivenUp(f"the command ended {self._unexplained} times without a fault")
@@ -431,7 +444,7 @@ class Runner:
         self._failures_in_row += 1
         if self._failures_in_row > _MAX_FAILURES + len(to_blame):
             raise GivenUp(
-                f"the command ended {self._failures_in_row} times without a step, last with {self.training.exit_code}"
+                f"the command ended {self._failures_in_row} times without a step, last with {self.training.end_text}"
             )
         self._last_change = time.monotonic()
         # As a user, who reads why it ended.

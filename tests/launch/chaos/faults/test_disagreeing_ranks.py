@@ -24,39 +24,46 @@ def stores(tmp_path_factory: pytest.TempPathFactory, write_store: Callable[..., 
     return folder
 
 
-def facts(config: RunConfig, rank: int) -> RankFacts:
+def facts(config: RunConfig, rank: int, host: str) -> RankFacts:
     values = {key: str(value) if isinstance(value, int | float) else repr(value) for key, value in flat(config).items()}
-    return RankFacts(rank=rank, world_size=4, host=host_name(), process=rank, values={**values, **contents(config)})
+    return RankFacts(rank=rank, world_size=4, host=host, process=rank, values={**values, **contents(config)})
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("layout", ["1", "2"])
-def test_the_message_names_it(stores: Path, tiny_run: Path, way: str, number: int, layout: str) -> None:
+@pytest.mark.parametrize("host_names", [[host_name()], ["node-a", "node-b"]])
+def test_the_message_names_it(
+    stores: Path, tiny_run: Path, way: str, number: int, layout: str, host_names: list[str]
+) -> None:
     words = [f"data.store={stores}/store", f"parallel.sequence={layout}"]
     config = load(tiny_run, words)
     subject = Subject(config=config, processes=number, checkpoint_bytes=1, other_store=stores / "other")
     other = difference(subject, way)
+    hosts = [host_names[rank * len(host_names) // number] for rank in range(number)]
     for odd in range(number):
         ranks = [
-            facts(load(tiny_run, [*words, other.override]) if rank == odd else config, rank) for rank in range(number)
+            facts(load(tiny_run, [*words, other.override]) if rank == odd else config, rank, hosts[rank])
+            for rank in range(number)
         ]
         said = disagreement(ranks)
         assert said is not None
         # As a command prints it.
         text = "error: " + said.replace("\n", "\n       ")
-        assert names(text, other, odd), text
-        assert not names(text, other, (odd + 1) % number)
+        assert names(text, other, odd, hosts), text
+        assert not names(text, other, (odd + 1) % number, hosts)
         for change in ({"key": "train.steps"}, {"values": ("0.5", other.values[1])}):
-            assert not names(text, dataclasses.replace(other, **change), odd)
-    assert disagreement([facts(config, rank) for rank in range(number)]) is None
+            assert not names(text, dataclasses.replace(other, **change), odd, hosts)
+        assert len(set(hosts)) == 1 or not names(text, other, odd, hosts[::-1])
+    assert disagreement([facts(config, rank, hosts[rank]) for rank in range(number)]) is None
 
 
 def test_a_value_is_not_the_beginning_of_another() -> None:
     other = Difference(override="", key="train.seed", values=("1", "2"))
     text = f"train.seed: {{}} on {host_name()} (rank 1), 1 on {host_name()} (rank 0)"
-    assert names(text.format("2"), other, 1)
-    assert not names(text.format("2345"), other, 1)
+    hosts = [host_name()] * 2
+    assert names(text.format("2"), other, 1, hosts)
+    assert not names(text.format("2345"), other, 1, hosts)
 
 
 def test_whatever_is_written_is_seen(tmp_path: Path) -> None:
