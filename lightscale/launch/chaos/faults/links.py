@@ -47,7 +47,7 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkCondition:
     """The cable of the host of `rank` goes wrong in one of `WAYS`."""
 
     kind: str
@@ -107,7 +107,7 @@ class FlappingLink:
 def _way(kind: str) -> Callable[[random.Random, int], Condition]:
     def draw(generator: random.Random, processes: int) -> Condition:
         value = generator.uniform(WAYS[kind].low, WAYS[kind].high)
-        return Link(kind=kind, rank=generator.randrange(processes), value=value)
+        return LinkCondition(kind=kind, rank=generator.randrange(processes), value=value)
 
     return draw
 
