@@ -23,7 +23,6 @@ from lightscale.launch.chaos.campaign import CampaignResult
 from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck
 from lightscale.launch.chaos.faults.disks import FullDisk
 from lightscale.launch.chaos.faults.kills import LOSS, Kill
-from lightscale.launch.chaos.faults.links import LINKS
 from lightscale.launch.chaos.harness.hosts import stem_of
 from lightscale.launch.chaos.harness.trial import Injected, Trial
 from lightscale.launch.chaos.harness.verify import Verdict
@@ -140,13 +139,16 @@ def test_what_a_run_must_notice(folder: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.timeout(900)
 def test_faults_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], needs: Callable[..., None]) -> None:
     needs("root", "ip", "tc", "unshare")
-    amounts = {"lost_hosts": 2, "links": 2, "changed_tokens": 1, "second_jobs": 1}
-    record = chaos(capsys, "train.steps=100", "--flips=0", "--hosts=2", **amounts)
-    assert record["faults"] == 6 and record["steps_compared"] >= 100
-    kinds = record["kinds"]
-    assert sum(one["faults"] for kind, one in kinds.items() if kind in LINKS) == 2
-    assert sum(one["faults"] for kind, one in kinds.items() if LOSS in kind) == 2
-    assert kinds["second job on the run"]["detected"] == kinds["changed tokens under a job"]["detected"] == 1
+    amounts = {"lost_hosts": 1, "links": 1, "changed_tokens": 1, "second_jobs": 1}
+    # Of this seed the link is cut for five seconds: the steps cannot be over before it is mended.
+    record = chaos(capsys, "train.steps=100", "--flips=0", "--hosts=2", "--seed=45", **amounts)
+    detected = {kind: one["detected"] for kind, one in record["kinds"].items()}
+    assert detected == {
+        "changed tokens under a job": 1,
+        "link cut": 0,
+        f"{LOSS}save:retention": 0,
+        "second job on the run": 1,
+    }
     # The undisturbed run, whose losses all of these have, was one of this machine.
     logs = [Path(f"runs/chaos-chaos/{name}.log").read_text() for name in ("reference", "round-0001.node-b")]
     assert ["rank 1 of 2, rendezvous at 10.231.0.1:" in log for log in logs] == [False, True]

@@ -16,6 +16,7 @@ from lightscale.launch.chaos.harness.hosts import Host, NamespaceHost
 from lightscale.launch.chaos.harness.training import ORPHAN_S, Training, send, wait_until_gone
 from lightscale.launch.chaos.harness.verify import DamagedStep, Lines
 from lightscale.launch.chaos.preload.control import Control
+from lightscale.launch.launcher.rank import EXIT_CRASHED
 
 POLL_S = 0.01
 # Looking through all processes, or reading all events, takes milliseconds.
@@ -342,20 +343,24 @@ class Runner:
             self.wait(ready, poll_s=SLOW_POLL_S)
             self.kill_everything()
 
-    def refused(self, exit_code: int, *patterns: str, more: Sequence[str] = ()) -> str | None:
+    def refused(self, exit_code: int, *patterns: str, more: Sequence[str] = (), everywhere: bool = True) -> str | None:
         """Start the command with the arguments `more`: it must end as in `ends`, before training."""
         self.mend_for_start()
         said = self.training.num_output_bytes
         self.training.start(*more)
-        return self.ends(exit_code, *patterns, first_bytes=said, most_steps=0)
+        return self.ends(exit_code, *patterns, first_bytes=said, most_steps=0, everywhere=everywhere)
 
-    def ends(self, exit_code: int, *patterns: str, first_bytes: Sequence[int], most_steps: int) -> str | None:
+    def ends(
+        self, exit_code: int, *patterns: str, first_bytes: Sequence[int], most_steps: int, everywhere: bool
+    ) -> str | None:
         """Wait until the command ends; returns the fault in its end, or None. The command has ended afterwards.
 
         Args:
-            exit_code: required exit code, on every host.
-            patterns: required matches in its output on every host, from `first_bytes` on.
+            exit_code: required exit code.
+            patterns: required matches in its output from `first_bytes` on.
             most_steps: number of further steps allowed.
+            everywhere: whether every host must end so, because ranks refuse together; else one of them, whose loss ends
+                the others.
         """
         first, deadline = self.num_steps, time.monotonic() + self.patience_s
         wrong = None
@@ -372,8 +377,11 @@ class Runner:
             time.sleep(POLL_S)
         self.settle()
         outputs = self.training.outputs(first_bytes)
-        missing = [one for one in patterns for text in outputs if re.search(one, text, re.MULTILINE) is None]
-        if set(self.training.exit_codes) != {exit_code}:
+        codes = self.training.exit_codes
+        allowed = {exit_code} if everywhere else {exit_code, EXIT_CRASHED}
+        answers = [text for code, text in zip(codes, outputs, strict=True) if code == exit_code]
+        missing = [one for one in patterns for text in answers if re.search(one, text, re.MULTILINE) is None]
+        if exit_code not in codes or not set(codes) <= allowed:
             wrong = f"it ended with {self.training.end_text}, not {exit_code}"
         elif missing:
             wrong = f"it did not print {missing[0]!r}"
