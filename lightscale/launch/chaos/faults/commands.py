@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lightscale.config.optimizers import optimizer_class
+from lightscale.config.schedules.registry import schedule_of
+from lightscale.config.schema import RunConfig
+from lightscale.errors import UserError
 from lightscale.launch.chaos.faults.damaged_checkpoint import checkpoint_directories
 from lightscale.launch.chaos.faults.drawing import shuffled_cycle
 from lightscale.launch.chaos.harness.training import own_environment
 from lightscale.launch.chaos.harness.trial import POLL_S, Bound, Runner
+from lightscale.parallel.optimizer_spec import AveragedSpec
 
 # Of a command on a loaded machine.
 _LATEST_S = 8.0
@@ -40,6 +45,12 @@ def _anneal(run: Runner, out: Path) -> list[str]:
     return [*words, "--processes", str(run.subject.processes)]
 
 
+def _has_branches(config: RunConfig) -> bool:
+    optimizer = config.optimizer
+    is_averaged = issubclass(optimizer_class(optimizer.name), AveragedSpec)
+    return not is_averaged and schedule_of(optimizer).stable_steps(optimizer, config.total_steps) is not None
+
+
 def _add(run: Runner, out: Path) -> list[str]:
     store = run.subject.config.data.store
     assert store is not None, "the campaign tries this on one store"
@@ -60,13 +71,15 @@ class SideCommand:
     """Its arguments; what it makes is the folder, if it makes one."""
     needs_the_run: bool = False
     """Whether it is refused while the run trains."""
+    works: Callable[[RunConfig], bool] = lambda config: True
+    """Whether it does its work on a run of this configuration; else it must be refused."""
 
 
 COMMANDS = {
     "export": SideCommand(words=_export),
     "evaluate": SideCommand(words=_evaluate),
     "checkpoint prune": SideCommand(words=_prune, needs_the_run=True),
-    "train --anneal": SideCommand(words=_anneal),
+    "train --anneal": SideCommand(words=_anneal, works=_has_branches),
     "data add": SideCommand(words=_add),
 }
 
@@ -110,10 +123,10 @@ class KilledCommand:
             self._wait(run, second, run.patience_s, chosen)
         finally:
             _kill(second)
-        missed = None
-        if second.returncode:
+        missed, required = None, 0 if chosen.works(run.subject.config) else UserError.EXIT_CODE
+        if second.returncode != required:
             tail = " / ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
-            missed = f"given again it ended with {second.returncode}: {tail}"
+            missed = f"given again it ended with {second.returncode}, not {required}: {tail}"
         run.happened(self, lambda since: missed)
         run.wait_for_steps(1)
 
