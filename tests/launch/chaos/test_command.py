@@ -23,7 +23,7 @@ from lightscale.launch.chaos.campaign import CampaignResult
 from lightscale.launch.chaos.faults.damaged_checkpoint import DamageCheck
 from lightscale.launch.chaos.faults.disks import FullDisk
 from lightscale.launch.chaos.faults.kills import LOSS, Kill
-from lightscale.launch.chaos.harness.hosts import stem_of
+from lightscale.launch.chaos.harness.hosts import namespace_hosts, stem_of
 from lightscale.launch.chaos.harness.trial import Injected, Trial
 from lightscale.launch.chaos.harness.verify import Verdict
 from lightscale.launch.chaos.schedule import SORTS
@@ -161,18 +161,24 @@ def test_an_interrupted_campaign_leaves_no_host(folder: Path, needs: Callable[..
     needs("root", "ip", "tc", "unshare")
     words = [sys.executable, "-m", "lightscale", "chaos", "chaos.toml", "--hosts=2", "--kills=9", "--flips=0"]
     words += [f"--{name}=0" for name in SORTS if name != "kills"]
-    for signum, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 120
-        while len(below := [one for name in namespaces() for one in processes_in(name)]) < 4:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(signum)
-        process.communicate(timeout=60)
-        assert process.returncode == code
-        # A killed one leaves them to the next one in its directory, which removes them first.
-        assert bool(namespaces()) == (signum == signal.SIGKILL)
-    assert not any(psutil.pid_exists(one) for one in below)
+    below: set[int] = set()
+    try:
+        for signum, code in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+            process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+            deadline, before = time.monotonic() + 120, below
+            # Launchers and ranks of its own, after those that the killed one has left.
+            while len(below := {one for name in namespaces() for one in processes_in(name)} - before) < 4:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+            assert not any(psutil.pid_exists(one) for one in before)
+            process.send_signal(signum)
+            process.communicate(timeout=60)
+            assert process.returncode == code
+            assert bool(namespaces()) == (signum == signal.SIGKILL)
+        assert not any(psutil.pid_exists(one) for one in below)
+    finally:
+        with namespace_hosts(stem_of(Path("runs/chaos-chaos")), 1):
+            pass
 
 
 def namespaces() -> list[str]:
