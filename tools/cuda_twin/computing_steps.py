@@ -16,6 +16,7 @@ from torch import Tensor
 from cuda_twin.computing import Computing
 from lightscale.config.files import load
 from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.parallel.device.products import use_onednn_products
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine
@@ -83,6 +84,8 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parallel = config.parallel
     mode = Computing() if device == "cuda" else nullcontext()
+    # As the CPU path does at its start.
+    use_onednn_products()
     steps = []
     with (
         mode,
