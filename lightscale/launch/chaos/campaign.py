@@ -164,20 +164,18 @@ class Campaign:
         for _ in range(min(taken, len(queue))):
             queue.popleft()
         number = sum(one.name == name for one in progress.judged)
-        given_up = 0
-        while queue and given_up < _MOST_GIVEN_UP:
+        given_up = without_faults = 0
+        while queue and max(given_up, without_faults) < _MOST_GIVEN_UP:
             number += 1
-            before = len(queue)
             with self._place(name, number, bool(queue)) as problem:
                 if problem is not None:
                     self.result.skipped.append(problem)
                     return
                 self._round(name, number, queue, progress)
-            if not self.result.trials[-1].finished:
-                given_up += 1
-            elif len(queue) == before:
-                # A run that ends before any fault could happen would do so again.
-                break
+            trial = self.result.trials[-1]
+            given_up += not trial.finished
+            # In a row: the runs end before any fault could happen.
+            without_faults = without_faults + 1 if trial.too_late else 0
         self.result.skipped += [f"{one.kind}: the runs had ended or were given up before it" for one in queue]
 
     def _with_stores(self, amounts: Mapping[str, int]) -> Mapping[str, int]:
@@ -279,10 +277,13 @@ class Campaign:
         if name == "poisoned":
             reference = self._train_with_jumps(f"peaceful-{number:04d}", runner, trial)
         taken = before - len(queue)
-        if queue and not taken and not trial.finished:
-            # One that was given up does not recover, and the next one begins behind what was too much for it.
-            queue.popleft()
+        if queue and not taken:
+            # What was too much for a run that was given up, or came too late for one that is finished, would be that
+            # again: the next run begins behind it.
+            fault = queue.popleft()
             taken = 1
+            if trial.finished:
+                trial.too_late.append(fault.kind)
         self._judge(name, taken, runner, read_lines(reference.metrics), progress)
 
     def _train_with_jumps(self, name: str, runner: Runner, trial: Trial) -> RunDirectory:
@@ -336,6 +337,7 @@ class Campaign:
         self.result.trials.append(judged.trial)
         self.result.verdicts.append(judged.verdict)
         self.result.over_bound += judged.over_bound
+        self.result.skipped += [f"{kind}: all steps were done before it" for kind in judged.trial.too_late]
         if judged.trial.finished:
             # Not by the events: their clock may have jumped.
             self.result.finished_s.append(judged.trial.seconds)

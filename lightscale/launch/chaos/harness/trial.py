@@ -136,6 +136,8 @@ class Trial:
     """Ends of the command without a fault, and hangs."""
     unreached: list[str] = field(default_factory=list)
     """Phases that the program never reached."""
+    too_late: list[str] = field(default_factory=list)
+    """Kinds of faults before which all steps were done."""
     finished: bool = False
     interrupted: bool = False
     """Whether Ctrl-C ended it; faults without recovery by then are not judged."""
