@@ -16,7 +16,6 @@ from torch import Tensor
 from cuda_twin.computing import Computing
 from lightscale.config.files import load
 from lightscale.data_pipeline.loading.windows import Batch
-from lightscale.parallel.device.products import use_onednn_products
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine
@@ -84,8 +83,6 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parallel = config.parallel
     mode = Computing() if device == "cuda" else nullcontext()
-    # As the CPU path does at its start.
-    use_onednn_products()
     steps = []
     with (
         mode,
@@ -105,6 +102,8 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
             timeout_s=120,
         ) as mesh,
     ):
+        # Both paths by MKL: oneDNN, which the CPU path has chosen by now, rounds by the strides of what it reads.
+        torch.set_float32_matmul_precision("highest")
         engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
         refused: list[str] = []
         if case.graphs:
