@@ -117,6 +117,18 @@ def check_lengths(name: str, requests: Sequence[Request], run: ChosenRun, contex
         )
 
 
+def _weights_hash(loaded: LoadedModel) -> str:
+    if loaded.weights_hash is not None:
+        return loaded.weights_hash
+    try:
+        return xxhash.xxh3_128((loaded.checkpoint / MANIFEST).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise UserError(
+            f"{loaded.checkpoint}: removed while it was read; evaluate again, or let the run keep more checkpoints "
+            "(checkpoint.keep)"
+        ) from None
+
+
 class RunEvaluation:
     """Evaluates one checkpoint; collective over the ranks of ``mesh``.
 
@@ -142,6 +154,8 @@ class RunEvaluation:
         self._scorer = Scorer(
             loaded.model, mesh, tokenizer=loaded.tokenizer, settings=settings.scoring, advance=self._advance
         )
+        # Now: a run in training may remove its checkpoint before all answers are there.
+        self._weights_hash: str = self._ranks.on_first(lambda: _weights_hash(loaded))
         for reason in loaded.refused:
             self.progress.say(f"skipped a damaged checkpoint: {reason}")
 
@@ -229,8 +243,7 @@ class RunEvaluation:
             settings=task.settings.model_dump(mode="json"),
             requests=digest(requests),
             tokenizer=self.loaded.tokenizer.sha256,
-            checkpoint=self.loaded.weights_hash
-            or xxhash.xxh3_128((self.loaded.checkpoint / MANIFEST).read_bytes()).hexdigest(),
+            checkpoint=self._weights_hash,
             precision=str(self.loaded.model.config.params_dtype),
         )
 

@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,12 +141,36 @@ def evaluate_all(rank: int, world_size: int, init_method: str, folder: Path) -> 
     evaluate(folder, "--tasks", str(folder / "whole.toml"), "--again")
     found["again"] = path.stat().st_mtime_ns != stamp
     found["kept"] = sorted(path.name for path in tnl_results(folder).iterdir())
+    found |= without_its_checkpoint(folder)
     (folder / "llama-task.toml").write_text('kind = "lambada"\npaths = ["long.jsonl"]\n', encoding="utf-8")
     (folder / "long.jsonl").write_text(json.dumps({"text": "the end of " * 60 + "it"}), encoding="utf-8")
     found["too long"] = main_error(["evaluate", str(folder / "llama"), "--tasks", str(folder / "llama-task.toml")])
     found["made fit"] = main(
         ["evaluate", str(folder / "llama"), "--tasks", str(folder / "llama-task.toml"), "--context", "1000"]
     )
+    return found
+
+
+def without_its_checkpoint(folder: Path) -> dict[str, Any]:
+    """A run in training removes the checkpoint that is evaluated, before answers are there or while it is read."""
+    found: dict[str, Any] = {}
+    words = ("--tasks", str(folder / "whole.toml"), "--again")
+    checkpoints, away = folder / "tnl" / "checkpoints", folder / "away"
+    for name, owner, attribute in (
+        ("removed, answers", Scorer, "answer"),
+        ("removed, read", sys.modules["lightscale.evaluation.evaluate"], "restore"),
+    ):
+        original = getattr(owner, attribute)
+
+        def removing(*args: Any, original: Any = original) -> Any:
+            result = original(*args)
+            checkpoints.rename(away)
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, attribute, removing)
+            found[name] = main_error(["evaluate", str(folder / "tnl"), *words])
+        away.rename(checkpoints)
     return found
 
 
@@ -258,6 +283,14 @@ def test_an_interrupted_evaluation_goes_on_with_what_is_left(found: dict[str, An
         assert found["continued"]["scores"][name] == pytest.approx(score, rel=1e-5)
     assert found["continued"]["identity"] == results["whole"]["identity"]
     assert found["kept"] == ["whole.json", "whole.png"]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile(found: dict[str, Any]) -> None:
+    assert found["removed, answers"][0] == 0
+    code, message = found["removed, read"]
+    assert code == 2
+    assert re.search(r"step-\d+: removed while it was read; evaluate again, or .*checkpoint\.keep", message)
+    assert "Traceback" not in message
 
 
 def test_what_has_a_result_is_not_done_again(found: dict[str, Any]) -> None:
