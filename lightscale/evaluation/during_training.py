@@ -159,6 +159,7 @@ class DuringTraining:
             checkpoint=self._run.directory.checkpoints / directory_name(step),
             refused=(),
             weights_hash=weights_hash(self._run.engine, self._ranks),
+            is_in_training=True,
         )
 
     def _settings(self) -> EvaluationSettings:

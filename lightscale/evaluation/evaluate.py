@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from lightscale import __version__
 from lightscale.errors import UserError
 from lightscale.evaluation.chosen_run import ChosenRun, longest_context
@@ -46,7 +44,6 @@ from lightscale.evaluation.task import Task
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.mesh import Mesh
 from lightscale.runs.run_directory import timestamp
-from lightscale.training.checkpoints.manifest import NAME as MANIFEST
 from lightscale.training.health.heartbeat import STARTING, Heartbeat
 
 BLOCK_TOKENS = 2**18
@@ -117,18 +114,6 @@ def check_lengths(name: str, requests: Sequence[Request], run: ChosenRun, contex
         )
 
 
-def _weights_hash(loaded: LoadedModel) -> str:
-    if loaded.weights_hash is not None:
-        return loaded.weights_hash
-    try:
-        return xxhash.xxh3_128((loaded.checkpoint / MANIFEST).read_bytes()).hexdigest()
-    except FileNotFoundError:
-        raise UserError(
-            f"{loaded.checkpoint}: removed while it was read; evaluate again, or let the run keep more checkpoints "
-            "(checkpoint.keep)"
-        ) from None
-
-
 class RunEvaluation:
     """Evaluates one checkpoint; collective over the ranks of ``mesh``.
 
@@ -154,8 +139,6 @@ class RunEvaluation:
         self._scorer = Scorer(
             loaded.model, mesh, tokenizer=loaded.tokenizer, settings=settings.scoring, advance=self._advance
         )
-        # Now: a run in training may remove its checkpoint before all answers are there.
-        self._weights_hash: str = self._ranks.on_first(lambda: _weights_hash(loaded))
         for reason in loaded.refused:
             self.progress.say(f"skipped a damaged checkpoint: {reason}")
 
@@ -243,7 +226,7 @@ class RunEvaluation:
             settings=task.settings.model_dump(mode="json"),
             requests=digest(requests),
             tokenizer=self.loaded.tokenizer.sha256,
-            checkpoint=self._weights_hash,
+            checkpoint=self.loaded.weights_hash,
             precision=str(self.loaded.model.config.params_dtype),
         )
 
@@ -262,7 +245,7 @@ class RunEvaluation:
             "version": task.version,
             "run": str(self.run.directory.path),
             "step": self.loaded.step,
-            "checkpoint": None if self.loaded.weights_hash else self.loaded.checkpoint.name,
+            "checkpoint": None if self.loaded.is_in_training else self.loaded.checkpoint.name,
             "requests": len(requests),
             "scores": {name: asdict(score) for name, score in scores.scores.items()},
             "definitions": task.definitions(),

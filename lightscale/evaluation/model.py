@@ -34,8 +34,10 @@ class LoadedModel:
     checkpoint: Path
     refused: tuple[str, ...]
     """Why newer checkpoints were skipped, one line each."""
-    weights_hash: str | None = None
-    """Of a model in training, whose weights are in no checkpoint yet."""
+    weights_hash: str
+    """xxh3-128 of the checkpoint's manifest; of a model in training of its weights."""
+    is_in_training: bool = False
+    """Whether the weights are in no checkpoint yet."""
 
 
 @contextmanager
@@ -111,6 +113,7 @@ def restore(chosen: ChosenRun, mesh: Mesh, *, average: str | None = None) -> Loa
         step=restored.step,
         checkpoint=restored.path,
         refused=restored.refused,
+        weights_hash=restored.manifest_xxh3_128,
     )
 
 

@@ -7,7 +7,7 @@ has its own hash, so that damage to it is noticed too.
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from lightscale.errors import UserError
-from lightscale.training.checkpoints.reading import DamagedCheckpoint, open_file, read_json, shown
+from lightscale.training.checkpoints.reading import DamagedCheckpoint, open_file, parse_object, read_small, shown
 from lightscale.training.checkpoints.schema import Recorded, checked
 
 NAME = "MANIFEST.json"
@@ -41,6 +41,9 @@ class Manifest:
 
     files: Mapping[str, FileRecord]
     facts: Mapping[str, Any]
+    # The same content in another order means the same.
+    xxh3_128: str = field(compare=False)
+    """Of the file, which has the hashes of all others."""
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -95,7 +98,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise DamagedCheckpoint(f"{directory}: {error.strerror}") from None
     if not os.path.lexists(path):
         raise DamagedCheckpoint(f"{path} is missing: the checkpoint is unfinished")
-    body = read_json(path, most_bytes=_MOST_BYTES + num_files * _MOST_BYTES_PER_FILE)
+    content = read_small(path, most_bytes=_MOST_BYTES + num_files * _MOST_BYTES_PER_FILE)
+    body = parse_object(content, path)
     recorded = body.pop("manifest_xxh3_128", None)
     # Before the format is looked at: a flipped bit there would pass for another version, which is an error instead of
     # damage.
@@ -111,6 +115,7 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(
         files={name: FileRecord(num_bytes=file.bytes, xxh3_128=file.xxh3_128) for name, file in files.items()},
         facts={key: value for key, value in body.items() if key not in ("files", "format")},
+        xxh3_128=xxhash.xxh3_128(content).hexdigest(),
     )
 
 

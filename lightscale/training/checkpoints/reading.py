@@ -34,10 +34,15 @@ def open_file(path: Path) -> BufferedReader:
 
 def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
     """The object in the JSON file ``path``; ``DamagedCheckpoint`` where it is larger, or no such object."""
+    return parse_object(read_small(path, most_bytes=most_bytes), path)
+
+
+def read_small(path: Path, *, most_bytes: int) -> bytes:
+    """The content of the file ``path``; ``DamagedCheckpoint`` where it is larger."""
     with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most_bytes:
             raise DamagedCheckpoint(f"{path}: expected at most {most_bytes} bytes, found {size}")
-        return parse_object(read_bytes(file, size, path), path)
+        return read_bytes(file, size, path)
 
 
 def read_bytes(file: BufferedReader, count: int, path: Path) -> bytes:

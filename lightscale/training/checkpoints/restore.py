@@ -70,6 +70,7 @@ class Restored:
 
     step: int
     path: Path
+    manifest_xxh3_128: str
     common: dict[str, Any]
     refused: tuple[str, ...]
     """Why newer checkpoints were skipped, one line each."""
@@ -189,6 +190,7 @@ class Checkpoints:
             return Restored(
                 step=candidate.step,
                 path=path,
+                manifest_xxh3_128=manifest.xxh3_128,
                 common=common,
                 base=manifest.facts.get("base"),
                 refused=tuple(refused.values()),
