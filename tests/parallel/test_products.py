@@ -32,11 +32,11 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from lightscale.parallel.device.products import use_onednn_products
 state = torch.get_rng_state()
-used = use_onednn_products()
+use_onednn_products()
 assert torch.equal(torch.get_rng_state(), state)
-print('used:', used, use_onednn_products(), torch.get_float32_matmul_precision(), file=sys.stderr)
+print("precision:", torch.get_float32_matmul_precision(), file=sys.stderr)
 generator = torch.Generator().manual_seed(0)
-q, k, v, do = torch.randn(4, 2, 3, 200, 96, generator=generator).unbind()
+q, k, v = torch.randn(3, 2, 3, 200, 96, generator=generator).unbind()
 ways = {
     "mm": lambda q, k, v: q[0, 0] @ k[0, 0].mT @ v[0, 0],
     "bmm": lambda q, k, v: q @ k.mT @ v,
@@ -61,12 +61,11 @@ def test_products_of_fp32_are_onednns_where_they_stay_fp32s() -> None:
     environment = os.environ | {"ONEDNN_VERBOSE": "profile_exec", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PRODUCTS]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=100)
-    (answer,) = (line for line in done.stderr.splitlines() if line.startswith("used: "))
-    used, again, precision = answer.split()[1:]
+    (precision,) = (line.split()[1] for line in done.stderr.splitlines() if line.startswith("precision: "))
     by_onednn = [line for line in done.stdout.splitlines() if line.startswith("onednn_verbose") and ",matmul," in line]
-    assert (precision, again) == ({"True": "medium", "False": "highest"}[used], "False")
-    if torch.cpu._is_avx512_supported() and not torch.cpu._is_amx_tile_supported():
-        assert used == "True"
+    has_units = torch.cpu._is_amx_tile_supported()
+    if torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_supported() and not has_units:
+        assert precision == "medium"
         # Forward and backward of every way, and the product that asks.
         assert len(by_onednn) > 20
 
@@ -81,12 +80,12 @@ def test_products_that_are_no_longer_fp32s_are_taken_back(monkeypatch: pytest.Mo
         return product(a, b) if a.dtype == torch.float64 else product(a.bfloat16(), b.bfloat16()).float()
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", in_bf16)
-    assert not use_onednn_products()
+    use_onednn_products()
     assert torch.get_float32_matmul_precision() == "highest"
     # What the process has chosen itself stays.
     torch.set_float32_matmul_precision("high")
     monkeypatch.setattr(products, "_error", lambda: 0.0)
-    assert not use_onednn_products()
+    use_onednn_products()
     assert torch.get_float32_matmul_precision() == "high"
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from cuda_twin.computing import Computing
 from lightscale.config.files import load
 from lightscale.data_pipeline.loading.windows import Batch
+from lightscale.parallel.device.products import use_mkl_products
 from lightscale.parallel.engine import Engine
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.training.build import build_engine
@@ -103,7 +104,7 @@ def run(case: ComputingCase, rank: int) -> dict[str, Any]:
         ) as mesh,
     ):
         # Both paths by MKL: oneDNN, which the CPU path has chosen by now, rounds by the strides of what it reads.
-        torch.set_float32_matmul_precision("highest")
+        use_mkl_products()
         engine = build_engine(config, mesh, vocab_size=config.model.vocab_size, trainable=True)
         refused: list[str] = []
         if case.graphs:

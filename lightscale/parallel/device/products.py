@@ -1,7 +1,7 @@
 """Matrix products of fp32 on CPUs: by oneDNN where that is faster, by MKL where it is not.
 
-On AMD's CPUs MKL takes AVX2, oneDNN all that they have: 2.3 times as fast with AVX-512, SDPA 1.5 times. But a call
-costs 10 µs more, and a shape that was not there before half a millisecond.
+On AMD's CPUs MKL takes AVX2, oneDNN all that they have; ``bench.py cpu-training`` measures steps by both. But a call of
+oneDNN costs more, and one of a new shape much more.
 """
 
 from collections.abc import Iterator
@@ -12,25 +12,27 @@ import torch
 # As far as products of fp32 are from those of fp64 here: 2e-7. Of bf16 3e-3, of TF32 3e-4.
 _LARGEST_ERROR = 1e-5
 _LEAST_NUMBERS = 4096
-"""Of the activations (tokens, hidden_size). Below, a model writes text faster with MKL: measured at widths of 192 to
-2048 and 1 to 64 rows."""
+"""Of the activations (tokens, hidden_size). Below, calls cost more than products."""
 _MKL, _ONEDNN = "highest", "medium"
 
 
-def use_onednn_products() -> bool:
-    """Multiply matrices of fp32 by oneDNN in place of MKL: True where this process does so from now on.
+def use_onednn_products() -> None:
+    """Multiply matrices of fp32 by oneDNN in place of MKL from now on, where PyTorch can and they stay fp32's.
 
     PyTorch asks oneDNN for products of fp32 only where the process permits bf16 ("medium"). oneDNN uses this permission
     on CPUs with units for it (AMX, some of Arm); there a product shows it, and all stays as it was. A precision that
     the process has chosen already has precedence.
     """
     if torch.get_float32_matmul_precision() != _MKL:
-        return False
+        return
     torch.set_float32_matmul_precision(_ONEDNN)
-    if _error() < _LARGEST_ERROR:
-        return True
+    if _error() > _LARGEST_ERROR:
+        use_mkl_products()
+
+
+def use_mkl_products() -> None:
+    """PyTorch's default."""
     torch.set_float32_matmul_precision(_MKL)
-    return False
 
 
 def _error() -> float:
@@ -47,7 +49,7 @@ def products_of(numbers: int) -> Iterator[None]:
     if chosen != _ONEDNN or numbers >= _LEAST_NUMBERS:
         yield
         return
-    torch.set_float32_matmul_precision(_MKL)
+    use_mkl_products()
     try:
         yield
     finally:
