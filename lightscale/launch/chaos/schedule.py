@@ -1,7 +1,7 @@
 """The faults of a run and their times, drawn from a seed, so that a command repeats them exactly."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,7 +106,7 @@ SORTS: dict[str, Sort] = {
     ),
     "lost-hosts": Sort(
         default=10,
-        text="SIGKILLs of all processes of a host, half of them with its cable out (silent)",
+        text="SIGKILLs of all processes of a host, half of them with its link down (silent)",
         draw=draw_lost_hosts,
         between_hosts=True,
     ),
@@ -117,77 +117,42 @@ SORTS: dict[str, Sort] = {
         between_hosts=True,
     ),
 }
-# Which sorts of faults come while a condition lasts, by the sort of these pairs.
 _ORDINARY = [name for name, one in SORTS.items() if one.where == "ordinary" and name not in ("conditions", "links")]
-_SECOND: dict[str, tuple[str, ...]] = {
-    "pairs": tuple(name for name in _ORDINARY if not SORTS[name].between_hosts),
-    "rollback-pairs": ("nans", "rollback-losses"),
-    "memory-pairs": ("memory-flips",),
-    "wrong-rank-pairs": ("wrong-ranks",),
+
+
+def _pairs(
+    default: int, what: str, seconds: Iterable[str], where: Where = "ordinary", *, of_links: bool = False
+) -> Sort:
+    """Pairs of a condition, or one of a link, with a fault of the sorts `seconds` while it lasts."""
+    conditions, others = LINKS if of_links else CONDITIONS, {name: SORTS[name].draw for name in seconds}
+    return Sort(
+        default=default,
+        text=f"pairs of a condition{' of a link' if of_links else ''} with {what}",
+        draw=lambda generator, number, processes: draw_pairs(generator, number, processes, others, conditions),
+        where=where,
+        between_hosts=of_links,
+    )
+
+
+_ANY = "another fault or condition while it lasts (needs gcc)"
+_Pairs = tuple[str, Iterable[str], Where]
+_ROLLBACK: _Pairs = ("NaNs or losses during rollbacks (needs gcc)", ("nans", "rollback-losses"), "poisoned")
+_MEMORY: _Pairs = ("bits flipped in memory (needs gcc)", ("memory-flips",), "guarded")
+_WRONG_RANK = "ranks that compute slightly wrong (needs gcc and two data ranks)"
+_PAIRS = {
+    "pairs": _pairs(20, _ANY, [name for name in _ORDINARY if not SORTS[name].between_hosts]),
+    "rollback-pairs": _pairs(2, *_ROLLBACK),
+    "memory-pairs": _pairs(2, *_MEMORY),
+    "wrong-rank-pairs": _pairs(2, _WRONG_RANK, ["wrong-ranks"], "guarded"),
+    "link-pairs": _pairs(10, _ANY, _ORDINARY, of_links=True),
+    "link-rollback-pairs": _pairs(2, *_ROLLBACK, of_links=True),
+    "link-memory-pairs": _pairs(2, *_MEMORY, of_links=True),
 }
-# The same of links.
-_SECOND_OF_LINKS: dict[str, tuple[str, ...]] = {
-    "link-pairs": tuple(_ORDINARY),
-    "link-rollback-pairs": ("nans", "rollback-losses"),
-    "link-memory-pairs": ("memory-flips",),
-}
+SORTS |= _PAIRS
 # Sorts that need a second store, the preloaded library, and two data ranks.
 WITH_STORES = ("changed-tokens", "disagreements", "replaced-stores", "pairs", "link-pairs")
-WITH_LIBRARY = ("conditions", "power-cuts", *_SECOND, *_SECOND_OF_LINKS)
+WITH_LIBRARY = ("conditions", "power-cuts", *_PAIRS)
 WITH_DATA_RANKS = ("wrong-ranks", "wrong-rank-pairs")
-
-
-def _draw_pairs(name: str) -> Draw:
-    conditions = LINKS if name in _SECOND_OF_LINKS else CONDITIONS
-    others = {sort: SORTS[sort].draw for sort in (_SECOND | _SECOND_OF_LINKS)[name]}
-    return lambda generator, number, processes: draw_pairs(generator, number, processes, others, conditions)
-
-
-SORTS |= {
-    "pairs": Sort(
-        default=20,
-        text="pairs of a condition with another fault or condition while it lasts (needs gcc)",
-        draw=_draw_pairs("pairs"),
-    ),
-    "rollback-pairs": Sort(
-        default=2,
-        text="pairs of a condition with NaNs or losses during rollbacks (needs gcc)",
-        draw=_draw_pairs("rollback-pairs"),
-        where="poisoned",
-    ),
-    "memory-pairs": Sort(
-        default=2,
-        text="pairs of a condition with bits flipped in memory (needs gcc)",
-        draw=_draw_pairs("memory-pairs"),
-        where="guarded",
-    ),
-    "wrong-rank-pairs": Sort(
-        default=2,
-        text="pairs of a condition with ranks that compute slightly wrong (needs gcc and two data ranks)",
-        draw=_draw_pairs("wrong-rank-pairs"),
-        where="guarded",
-    ),
-    "link-pairs": Sort(
-        default=10,
-        text="pairs of a condition of a link with another fault or condition while it lasts (needs gcc)",
-        draw=_draw_pairs("link-pairs"),
-        between_hosts=True,
-    ),
-    "link-rollback-pairs": Sort(
-        default=2,
-        text="pairs of a condition of a link with NaNs or losses during rollbacks (needs gcc)",
-        draw=_draw_pairs("link-rollback-pairs"),
-        where="poisoned",
-        between_hosts=True,
-    ),
-    "link-memory-pairs": Sort(
-        default=2,
-        text="pairs of a condition of a link with bits flipped in memory (needs gcc)",
-        draw=_draw_pairs("link-memory-pairs"),
-        where="guarded",
-        between_hosts=True,
-    ),
-}
 
 
 def schedule(amounts: Mapping[str, int], *, processes: int, seed: int, where: Where = "ordinary") -> list[Fault]:
