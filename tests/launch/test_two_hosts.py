@@ -1,4 +1,4 @@
-"""Two hosts, each with a network of its own and a launcher that a user started there by hand; and their cable.
+"""Two hosts, each with a network of its own and a launcher that a user started there by hand; and their link.
 
 The hosts are the network namespaces of `lightscale chaos --hosts`, without a rendezvous key.
 """
@@ -157,13 +157,13 @@ def test_a_run_over_a_link_that_is_cut_for_a_while(
 ) -> None:
     job = Job(hosts, folder, f"for-a-while-{torchrun}", torchrun=torchrun)
     job.reach(8)
-    hosts[1].plug(is_in=False)
+    hosts[1].set_link(is_up=False)
     # What was on its way may still arrive.
     time.sleep(CUT_S / 6)
     before = job.steps()
     time.sleep(CUT_S - CUT_S / 6)
     assert job.steps() == before < STEPS, "nothing was cut"
-    hosts[1].plug(is_in=True)
+    hosts[1].set_link(is_up=True)
     assert job.wait() == [0, 0], job.said()
     assert len(reference) == STEPS
     assert numbers(job.run) == reference
@@ -179,7 +179,7 @@ def test_a_run_over_a_link_that_is_cut_for_good(
     name = f"for-good-{torchrun}"
     job = Job(hosts, folder, name, SHORT, torchrun=torchrun)
     job.reach(8)
-    hosts[1].plug(is_in=False)
+    hosts[1].set_link(is_up=False)
     cut = time.monotonic()
     assert job.wait() == [1, 1], job.said()
     # Launchers notice, and end, some seconds later; on a busy machine more.
@@ -198,7 +198,7 @@ def test_a_run_over_a_link_that_is_cut_for_good(
     newest = job.run.newest_checkpoint()
     assert newest >= 5
 
-    hosts[1].plug(is_in=True)
+    hosts[1].set_link(is_up=True)
     again = Job(hosts, folder, name, torchrun=torchrun)
     assert again.wait() == [0, 0], again.said()
     (resumed,) = events(again.run, "resume")

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="number of hosts, each a network namespace of this machine with a launcher, its share of the ranks and a "
-        f"cable (needs root; sets {' '.join(_OVERRIDES_OF_HOSTS)}; default: 1, this machine)",
+        f"link (needs root; sets {' '.join(_OVERRIDES_OF_HOSTS)}; default: 1, this machine)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
     add_run_option(

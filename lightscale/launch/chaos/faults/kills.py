@@ -112,7 +112,7 @@ class LostHost(Kill):
     victims: tuple[int, ...] = ()
     launcher: bool = False
     is_silent: bool
-    """Whether its cable is out before, so that no connection of the others is closed, as without power."""
+    """Whether its link is down before, so that no connection of the others is closed, as without power."""
 
     @property
     def kind(self) -> str:
@@ -126,7 +126,7 @@ class LostHost(Kill):
     def _hit(self, run: Runner, ranks: Mapping[int, psutil.Process]) -> None:
         host = run.host_of(self.rank)
         if self.is_silent:
-            host.plug(is_in=False)
+            host.set_link(is_up=False)
         host.kill_processes()
 
     def _strike(self, run: Runner) -> None:
@@ -134,7 +134,7 @@ class LostHost(Kill):
             super()._strike(run)
         finally:
             # It is there again before the command is given there again.
-            run.host_of(self.rank).plug(is_in=True)
+            run.host_of(self.rank).set_link(is_up=True)
 
 
 @dataclass(frozen=True, kw_only=True)

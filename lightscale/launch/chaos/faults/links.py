@@ -1,4 +1,4 @@
-"""Cables between hosts that go wrong for a while."""
+"""Links of hosts that go wrong for a while."""
 
 import random
 import time
@@ -11,13 +11,13 @@ from lightscale.launch.chaos.harness.trial import Bound, Condition, Runner
 from lightscale.runs.repeated import Repeated
 
 LONGEST_S = 60.0
-"""Longest time that a cable goes wrong: also for longer than ranks wait for each other."""
+"""Longest time that a link goes wrong: also for longer than ranks wait for each other."""
 _FLAP_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkWay:
-    """How the cable of a host goes wrong."""
+    """How the link of a host goes wrong."""
 
     begin: Callable[[NamespaceHost, Sequence[Host], float], None]
     """Of the host, for the others, by the value that is drawn."""
@@ -41,14 +41,14 @@ WAYS = {
         end=lambda host, others: host.lose(others, is_on=False),
     ),
     "link cut": LinkWay(
-        begin=lambda host, others, value: host.plug(is_in=False), end=lambda host, others: host.plug(is_in=True)
+        begin=lambda host, others, value: host.set_link(is_up=False), end=lambda host, others: host.set_link(is_up=True)
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCondition:
-    """The cable of the host of `rank` goes wrong in one of `WAYS`."""
+    """The link of the host of `rank` goes wrong in one of `WAYS`."""
 
     kind: str
     rank: int
@@ -67,19 +67,19 @@ class LinkCondition:
 
     def begin(self, run: Runner) -> None:
         """Let it go wrong."""
-        WAYS[self.kind].begin(*run.cable(self.rank), self.value)
+        WAYS[self.kind].begin(*run.link(self.rank), self.value)
 
     def end(self, run: Runner) -> None:
         """Mend it."""
-        WAYS[self.kind].end(*run.cable(self.rank))
+        WAYS[self.kind].end(*run.link(self.rank))
 
 
 @dataclass(kw_only=True, eq=False)
 class FlappingLink:
-    """The cable of the host of `rank` is out for a part of every two seconds."""
+    """The link of the host of `rank` is down for a part of every two seconds."""
 
     rank: int
-    out_s: float
+    down_s: float
     kind: ClassVar[str] = "flapping link"
     bound: ClassVar[Bound] = Bound(saves=2, seconds=120)
     hinders_starts: ClassVar[bool] = False
@@ -87,19 +87,19 @@ class FlappingLink:
     _flapping: Repeated | None = field(default=None, repr=False)
 
     def begin(self, run: Runner) -> None:
-        """Plug it out and in, again and again."""
-        host, _ = run.cable(self.rank)
+        """Take it down and up, again and again."""
+        host, _ = run.link(self.rank)
 
         def flap() -> None:
-            host.plug(is_in=False)
-            time.sleep(self.out_s)
-            host.plug(is_in=True)
+            host.set_link(is_up=False)
+            time.sleep(self.down_s)
+            host.set_link(is_up=True)
 
-        self._flapping = Repeated(flap, period_s=_FLAP_S - self.out_s, name="flapping link")
+        self._flapping = Repeated(flap, period_s=_FLAP_S - self.down_s, name="flapping link")
         self._flapping.start()
 
     def end(self, run: Runner) -> None:
-        """Leave it in."""
+        """Leave it up."""
         assert self._flapping is not None, "it has begun"
         self._flapping.stop()
 
@@ -113,7 +113,7 @@ def _way(kind: str) -> Callable[[random.Random, int], Condition]:
 
 
 def _flapping(generator: random.Random, processes: int) -> Condition:
-    return FlappingLink(rank=generator.randrange(processes), out_s=generator.uniform(0.2, 1.0))
+    return FlappingLink(rank=generator.randrange(processes), down_s=generator.uniform(0.2, 1.0))
 
 
 LINKS: dict[str, Callable[[random.Random, int], Condition]] = {

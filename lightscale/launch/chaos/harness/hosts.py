@@ -1,4 +1,4 @@
-"""Hosts of a run: this machine, or network namespaces of it with names, addresses and cables of their own.
+"""Hosts of a run: this machine, or network namespaces of it with names, addresses and links of their own.
 
     node-a: fabric ──┐
                      ├ bridge, in a third namespace: the switch
@@ -48,7 +48,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class NamespaceHost(Host):
-    """A host that is a network namespace, whose cable can be plugged out, slowed, or lose what is sent."""
+    """A host that is a network namespace, whose link can be down, slow, or lose what is sent."""
 
     namespace: str
     switch: str
@@ -70,9 +70,9 @@ class NamespaceHost(Host):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
-    def plug(self, *, is_in: bool) -> None:
-        """The cable at the switch."""
-        _run("ip", "-n", self.switch, "link", "set", self.name, "up" if is_in else "down")
+    def set_link(self, *, is_up: bool) -> None:
+        """Its link, at the switch."""
+        _run("ip", "-n", self.switch, "link", "set", self.name, "up" if is_up else "down")
 
     def lose(self, others: Sequence[Host], *, is_on: bool) -> None:
         """Packets to `others` are lost, those from them are not: they go to a hardware address that nobody has."""
@@ -152,6 +152,7 @@ def _connect(hosts: Sequence[NamespaceHost], switch: str) -> None:
         _run(*inside, "address", "add", f"{host.address}/24", "dev", "fabric")
         _run(*inside, "link", "set", "fabric", "up")
         _run("ip", "-n", switch, "link", "set", host.name, "master", "bridge", "up")
+        # A kernel without tbf shows it here, before anything is written.
         host.slow(1000.0)
         host.slow(None)
 

@@ -276,7 +276,7 @@ class Runner:
         assert isinstance(host, NamespaceHost), "the campaign tries this on several hosts"
         return host
 
-    def cable(self, rank: int) -> tuple[NamespaceHost, list[Host]]:
+    def link(self, rank: int) -> tuple[NamespaceHost, list[Host]]:
         """The host of `rank`, and the others."""
         own = self.host_of(rank)
         return own, [host for host in self.training.hosts if host is not own]

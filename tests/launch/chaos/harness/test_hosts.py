@@ -63,14 +63,14 @@ def listed() -> list[str]:
     return [line for line in said.splitlines() if line.startswith(STEM)]
 
 
-def test_cables(hosts: Sequence[NamespaceHost]) -> None:
+def test_links(hosts: Sequence[NamespaceHost]) -> None:
     first, second = hosts
     server = python(second, SERVER)
     assert server.stdout is not None and server.stdout.readline() == "node-b\n"
     assert server.pid in second.processes() and first.processes() == []
     assert reach(first, second, 20) is not None
     for begin, end in (
-        (lambda: second.plug(is_in=False), lambda: second.plug(is_in=True)),
+        (lambda: second.set_link(is_up=False), lambda: second.set_link(is_up=True)),
         # Either direction is enough: nobody answers.
         (lambda: first.lose([second], is_on=True), lambda: first.lose([second], is_on=False)),
         (lambda: second.lose([first], is_on=True), lambda: second.lose([first], is_on=False)),
