@@ -134,7 +134,8 @@ def _tree(path: Path) -> set[tuple[str, int, int]]:
     """Name, size and time of change of everything below `path`."""
     found = set()
     for one in path.rglob("*"):
-        status = one.stat()
+        # A launcher that was killed leaves a link to its heartbeats that leads nowhere.
+        status = one.lstat()
         found.add((str(one.relative_to(path)), status.st_size if one.is_file() else 0, status.st_mtime_ns))
     return found
 

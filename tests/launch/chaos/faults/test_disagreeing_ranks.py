@@ -1,6 +1,7 @@
 """What a refusal of ranks that disagree must say, by the message that they have."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def test_whatever_is_written_is_seen(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.toml").write_text("a")
+    # As a launcher leaves it that was killed (`heartbeat.shared_heartbeats`).
+    (run / "heartbeats").symlink_to(f"/proc/{os.getpid()}/fd/1000000")
     before = _tree(run)
     assert _tree(run) == before
     (run / "logs").mkdir()
