@@ -36,15 +36,15 @@ def files_of(run: RunDirectory, step: int) -> Any:
 def test_a_stopped_run_goes_on_as_if_it_had_not(workplace: Path, run_ranks: RunRanks) -> None:
     stops = ["2", "5", "none"]
     lines = [
-        ["train", *RUN, "--run", "runs/whole"],
-        *(["train", *RUN, f"train.stop_step={stop}", "--run", "runs/stopped"] for stop in stops[:2]),
+        ["train", *RUN, "--run", "runs/never-stopped"],
+        *(["train", *RUN, f"train.stop_step={stop}", "--run", "runs/stopped-twice"] for stop in stops[:2]),
         # Nothing is left to do until there.
-        ["train", *RUN, "train.stop_step=5", "--run", "runs/stopped"],
-        ["train", *RUN, f"train.stop_step={stops[2]}", "--run", "runs/stopped"],
+        ["train", *RUN, "train.stop_step=5", "--run", "runs/stopped-twice"],
+        ["train", *RUN, f"train.stop_step={stops[2]}", "--run", "runs/stopped-twice"],
     ]
     results = run_ranks(commands, 1, str(workplace), lines)[0]
     assert [code for code, _ in results] == [0] * 5, results
-    whole, stopped = (RunDirectory(workplace / "runs" / name) for name in ("whole", "stopped"))
+    whole, stopped = (RunDirectory(workplace / "runs" / name) for name in ("never-stopped", "stopped-twice"))
     assert trajectory(stopped) == trajectory(whole)
     assert files_of(stopped, 7) == files_of(whole, 7)
     events = read_lines(stopped.events)
