@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 # What must be the same bit by bit; JSON gives back the numbers that were written.
@@ -76,14 +77,13 @@ def lost_steps(lines: Lines, begun_again: Collection[int] = ()) -> list[int]:
 
 
 def losses(lines: Lines, begun_again: Collection[int] = ()) -> Iterator[tuple[int, int]]:
-    """Index of the first line of each attempt except the first, and how many steps it repeats; see `lost_steps`."""
-    reached, attempt = 0, None
-    for number, line in enumerate(lines):
-        if attempt is not None and line["attempt"] != attempt:
-            # An attempt that begins with step s takes the steps s to `reached` again.
-            yield number, 0 if line["attempt"] in begun_again else max(0, reached - line["step"] + 1)
-            reached = 0 if line["attempt"] in begun_again else reached
-        attempt, reached = line["attempt"], max(reached, line["step"])
+    """Index of the first line of each attempt except the first, and how many steps it repeats; see `lost_steps`.
+
+    These are steps of the attempt before: what that one took again itself was lost earlier.
+    """
+    for number, (before, line) in enumerate(pairwise(lines), start=1):
+        if line["attempt"] != before["attempt"]:
+            yield number, 0 if line["attempt"] in begun_again else max(0, before["step"] - line["step"] + 1)
 
 
 def undone(lines: Lines, events: Lines) -> set[int]:

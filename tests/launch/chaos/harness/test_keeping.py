@@ -68,6 +68,9 @@ def test_a_loss_has_faults_that_may_have_caused_it(resumed: int, first_line: int
     trial = Trial(injected=[Injected(fault=KILL, first_line=first_line, last_line=first_line)])
     found = over_bound(trial, lines, [], 5)
     assert bool(found) == wrong
+    # A save that was still being written when the next one was due.
+    skipped = [{"event": "checkpoint_skipped", "attempt": 1, "step": 10}]
+    assert bool(over_bound(trial, lines, skipped, 5)) == (wrong and first_line != 12)
     if wrong:
         named = "at most 10 allowed by kill at save:write" if first_line == 12 else "at most 0 allowed by no fault"
         assert found == [f"attempt 2 began at step {resumed}: {13 - resumed} steps lost, {named}"]

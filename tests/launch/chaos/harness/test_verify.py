@@ -46,6 +46,8 @@ def test_a_good_run() -> None:
     assert verdict.compared == 7 + 6 + 4
     assert (verdict.lost_steps, verdict.max_lost_steps) == (3 + 2, 3)
     assert lost_steps(GOOD) == [3, 2]
+    # What was lost before is not lost once more.
+    assert lost_steps([*lines(1, 1, 12), *lines(2, 5, 6), *lines(3, 5, 12)]) == [8, 2]
 
 
 def test_every_attempt_is_compared_bit_by_bit() -> None:
