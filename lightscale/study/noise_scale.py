@@ -1,4 +1,4 @@
-"""The gradient noise scale of a run, from the estimates of its steps (``training/gradient_noise.py``)."""
+"""The gradient noise scale of a run, from the estimates of its steps (``training/measurements/gradient_noise.py``)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

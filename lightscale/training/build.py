@@ -15,7 +15,7 @@ from lightscale.models.mup import mup_scales
 from lightscale.parallel.engine import Engine, Objective, Teaching
 from lightscale.parallel.initialization import draw_weights, named_parameters
 from lightscale.parallel.mesh import Mesh
-from lightscale.training.memory import keep_freed_memory
+from lightscale.training.health.memory import keep_freed_memory
 from lightscale.training.optimizer.registry import optimizer_spec
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

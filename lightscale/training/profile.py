@@ -10,7 +10,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from lightscale.parallel.mesh import Mesh
-from lightscale.training.memory import peak_memory_bytes
+from lightscale.training.health.memory import peak_memory_bytes
 
 _TABLE_ROWS = 50
 

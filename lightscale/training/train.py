@@ -1,7 +1,7 @@
 """The training loop, from top to bottom: configuration, mesh, data, model and engine, resume, steps, end.
 
     train                     one rank's attempt: stop signals, mesh, lock of the run, then
-    Trainer.__init__          checks, data, model, engine, resume
+    Trainer.__init__          checks, data, engine, resume
     Trainer.run               loop { step, rollback?, validation?, evaluation?, save?, stop? }
     Trainer._train_step       data, forward and backward, guard, optimizer, metrics
 
@@ -10,13 +10,12 @@ start, save and stop, and a status when the loop ends.
 """
 
 import importlib
-import math
 import os
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -42,13 +41,13 @@ from lightscale.models.registry import check_model
 from lightscale.parallel.agreement import Agreement
 from lightscale.parallel.device.fused import describe_fused_kernels
 from lightscale.parallel.device.settings import describe_device_settings
-from lightscale.parallel.engine import LossSums
+from lightscale.parallel.engine import Engine, LossSums
 from lightscale.parallel.linear.fp8 import describe_fp8
 from lightscale.parallel.mesh import Mesh, start_mesh
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.held_directory import DirectoryReplaced
 from lightscale.runs.journal import Journal
-from lightscale.runs.metrics.logger import MetricsLogger, Scalar, ValidationLoss
+from lightscale.runs.metrics.logger import MetricsLogger, ValidationLoss
 from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.runs.metrics.registry import open_sinks
 from lightscale.runs.metrics.sink import COMMAND_VARIABLE, RunFacts, Sink
@@ -64,14 +63,12 @@ from lightscale.training.checkpoints.random_states import seed_generators
 from lightscale.training.checkpoints.save_policy import SavePolicy
 from lightscale.training.distillation import build_teacher, record_sensitivities
 from lightscale.training.evaluation import BeginEvaluation, InTraining
-from lightscale.training.gradient_noise import GradientNoise
 from lightscale.training.health.fault_injection import fault_point
 from lightscale.training.health.gradients import GradientCheck
 from lightscale.training.health.guard import Guard
 from lightscale.training.health.heartbeat import STARTING, Heartbeat
 from lightscale.training.health.replicas import ReplicaCheck, SilentCorruption
-from lightscale.training.memory import process_memory_bytes
-from lightscale.training.parameter_norms import ParameterNorms
+from lightscale.training.measurements.step import StepMeasurements
 from lightscale.training.preference import PreferenceObjective, build_reference
 from lightscale.training.preflight import check_before_training
 from lightscale.training.profile import StepProfiler
@@ -188,54 +185,8 @@ class Trainer:
         self.journal.begin_attempt(world_size=mesh.world_size, device=_device_name(mesh.device))
         # Before anything slow or large: a full disk or a wrong driver should be said within seconds.
         self._check_machines()
-
-        self.layout = LoaderLayout(
-            data_rank=mesh.data_rank,
-            data_size=mesh.data,
-            sequence_rank=mesh.sequence_rank,
-            sequence_size=mesh.sequence,
-        )
-        self.store = open_stores(config.data)
-        keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
-        self.task = task_of(config)
-        chat = template_of(self.store, config.data.sources) if self.task.writes_text else None
-        keep_template(run, chat, self.journal, Agreement(mesh.control), allow)
-        keep_classes(run, self.task.class_names(self.store), Agreement(mesh.control))
-        # Sets from other stores have the same tokenizer.
-        self.validation_targets = self.task.targets(self.store, validation=True)
-        self.label_array = REFERENCE if config.stored_reference else None
-        if config.stored_reference and REFERENCE_KEY not in allow:
-            check_device(reference_sources(config), mesh.device.type)
-        self.loader = TokenLoader.of(
-            config,
-            self.store,
-            layout=self.layout,
-            index_dir=run.path / INDEX_DIR,
-            targets=self.task.targets(self.store, validation=False),
-            label_array=self.label_array,
-        )
-        self.teacher = build_teacher(config, mesh, self.store, run, self.journal)
-        vocab_size = self.store.tokenizer.vocab_size
-        reference = build_reference(config, mesh, vocab_size=vocab_size)
-        objective = None
-        if isinstance(config.task, PreferenceConfig):
-            objective = PreferenceObjective(config.task, mesh, reference)
-        self.engine = build_engine(
-            config,
-            mesh,
-            vocab_size=vocab_size,
-            trainable=True,
-            num_sources=len(self.loader.mixture.names),
-            teach=self.teacher,
-            trained_mixers=None if self.teacher is None else self.teacher.trained_mixers,
-            objective=objective,
-        )
-        if config.train.cuda_graphs == "auto":
-            self.engine.capture_graphs(
-                lambda reason: self.journal.say(f"this run has no CUDA graphs: {reason}"),
-                # A graph would draw again what it drew when it was captured.
-                against="adapters have dropout (adapter.lora_dropout)" if config.adapter.lora_dropout else None,
-            )
+        self._open_data(allow)
+        reference = self._build_engine()
         self.guard = Guard(config.guard)
         # After the engine, which may draw from them while it is built. A checkpoint of the same layout restores them.
         seed_generators(config.train.seed, mesh.rank)
@@ -280,6 +231,62 @@ class Trainer:
         )
         self.evaluation = None if begin_evaluation is None else begin_evaluation(in_training)
         self._describe()
+
+    def _open_data(self, allow: Collection[str]) -> None:
+        """The store, what the run keeps of it, and the loader."""
+        config, run, mesh = self.config, self.directory, self.mesh
+        self.layout = LoaderLayout(
+            data_rank=mesh.data_rank,
+            data_size=mesh.data,
+            sequence_rank=mesh.sequence_rank,
+            sequence_size=mesh.sequence,
+        )
+        self.store = open_stores(config.data)
+        keep_tokenizer(run, self.store, self.journal, Agreement(mesh.control), allow)
+        self.task = task_of(config)
+        chat = template_of(self.store, config.data.sources) if self.task.writes_text else None
+        keep_template(run, chat, self.journal, Agreement(mesh.control), allow)
+        keep_classes(run, self.task.class_names(self.store), Agreement(mesh.control))
+        # Sets from other stores have the same tokenizer.
+        self.validation_targets = self.task.targets(self.store, validation=True)
+        self.label_array = REFERENCE if config.stored_reference else None
+        if config.stored_reference and REFERENCE_KEY not in allow:
+            check_device(reference_sources(config), mesh.device.type)
+        self.loader = TokenLoader.of(
+            config,
+            self.store,
+            layout=self.layout,
+            index_dir=run.path / INDEX_DIR,
+            targets=self.task.targets(self.store, validation=False),
+            label_array=self.label_array,
+        )
+
+    def _build_engine(self) -> Engine | None:
+        """Model, objective and optimizer as of step 0; returns the frozen reference of preferences, if there is one."""
+        config, mesh = self.config, self.mesh
+        self.teacher = build_teacher(config, mesh, self.store, self.directory, self.journal)
+        vocab_size = self.store.tokenizer.vocab_size
+        reference = build_reference(config, mesh, vocab_size=vocab_size)
+        objective = None
+        if isinstance(config.task, PreferenceConfig):
+            objective = PreferenceObjective(config.task, mesh, reference)
+        self.engine = build_engine(
+            config,
+            mesh,
+            vocab_size=vocab_size,
+            trainable=True,
+            num_sources=len(self.loader.mixture.names),
+            teach=self.teacher,
+            trained_mixers=None if self.teacher is None else self.teacher.trained_mixers,
+            objective=objective,
+        )
+        if config.train.cuda_graphs == "auto":
+            self.engine.capture_graphs(
+                lambda reason: self.journal.say(f"this run has no CUDA graphs: {reason}"),
+                # A graph would draw again what it drew when it was captured.
+                against="adapters have dropout (adapter.lora_dropout)" if config.adapter.lora_dropout else None,
+            )
+        return reference
 
     def _check_machines(self) -> None:
         """Refuse to start where the run cannot work, and warn of what may fail later."""
@@ -384,11 +391,8 @@ class Trainer:
         self.heartbeat.beat("reading data", step=step)
         batches = self._to_device(ahead.next_step())
         self.heartbeat.beat("forward and backward", step=step)
-        every = self.config.metrics.attention_logits_every
-        measures_logits = bool(every) and step % every == 0 and metrics.due(step)
-        every = self.config.metrics.gradient_noise_every
-        noise = GradientNoise(self.engine, batches) if every and step % every == 0 and metrics.due(step) else None
-        sums = self._forward_backward(step, batches, measure_logits=measures_logits)
+        measurements = StepMeasurements(self.config, self.engine, batches, step=step, is_due=metrics.due(step))
+        sums = self._forward_backward(step, batches, measure_logits=measurements.of_logits)
         # Between backward pass and optimizer, the last moment at which all copies of a weight must still be equal.
         self.replicas.observe()
         if self.replicas.is_due(step):
@@ -399,32 +403,24 @@ class Trainer:
         # weight and no moment; its data counts as used, so that the next step reads other samples.
         grad_norm = self.engine.gradient_norm()
         skipped = self.guard.judge(sums.mean, grad_norm) if sums.tokens else "its data has no label to predict"
-        norms: ParameterNorms | None = None
         if skipped is None:
             fault_point("step:optimizer")
-            every = self.config.metrics.parameter_norms_every
-            if every and step % every == 0 and metrics.due(step):
-                norms = ParameterNorms(self.engine)
+            measurements.before_update()
             self.engine.apply(lr)
             self.replicas.remember()
         self.step = step
         # Skipped steps are always recorded, also where only every n-th step is: they explain gaps in the curves.
         if skipped is not None or metrics.due(step):
             self._check_directory()
-            more: dict[str, Scalar] = {"sequence_length": stage.sequence_length} if self.config.data.curriculum else {}
-            if self.config.train.rampup_batch_size:
-                more["global_batch_size"] = tokens // stage.sequence_length
-            if sums.z_loss is not None:
-                more["z_loss"] = sums.z_loss / max(sums.tokens, 1)
-            groups = {**self._by_source(sums), "memory_gib": self._memory_gib(), **(norms.result() if norms else {})}
-            # The spike that a guard rejects is no part of what is trained.
-            if noise is not None and skipped is None:
-                groups |= noise.result(sums.tokens, grad_norm, tokens=tokens)
-            if skipped is None and self.config.optimizer.adaptive_clip is not None:
-                own, by_group = self._clipping()
-                more, groups = {**more, **own}, {**groups, **by_group}
-            if measures_logits or self.config.optimizer.qk_clip is not None:
-                groups["largest_logit"] = self._logits_by_layer()
+            single, groups = measurements.result(
+                sums,
+                grad_norm,
+                is_skipped=skipped is not None,
+                sequence_length=stage.sequence_length,
+                tokens=tokens,
+                sources=self.loader.mixture.names,
+                planned_memory_bytes=self.planned_memory_bytes,
+            )
             metrics.log_step(
                 step,
                 tokens=self.loader.tokens,
@@ -433,7 +429,7 @@ class Trainer:
                 lr=lr,
                 skipped=skipped,
                 groups=groups,
-                **more,
+                **single,
             )
         if skipped is not None:
             self.journal.say(f"step {step} is skipped: {skipped}")
@@ -455,52 +451,6 @@ class Trainer:
         if self._largest(self.is_main and self.directory.is_replaced):
             self.directory.check_held()
             raise DirectoryReplaced(f"{self.directory.path} was removed or replaced (seen by rank 0)")
-
-    def _by_source(self, sums: LossSums) -> dict[str, Mapping[str, Scalar]]:
-        """The mean loss and the tokens of each source in a step; nothing where there is one source."""
-        found = {name: of for name, of in zip(self.loader.mixture.names, sums.by_source, strict=True) if of[1]}
-        if len(self.loader.mixture.names) == 1:
-            return {}
-        return {
-            "loss_by_source": {name: loss / tokens for name, (loss, tokens) in found.items()},
-            "tokens_by_source": {name: tokens for name, (_, tokens) in found.items()},
-        }
-
-    def _clipping(self) -> tuple[dict[str, Scalar], dict[str, Mapping[str, Scalar]]]:
-        """The limit of the step's norm, None while there is none, and whether it was clipped; and these by group."""
-        assert self.engine.optimizer is not None
-        found = self.engine.optimizer.clippings
-        groups = {name: one for name, one in found.items() if name is not None}
-        return (
-            {"grad_clip_limit": found[None].known_limit, "grad_clipped": int(found[None].is_clipped)},
-            {
-                "grad_clip_limit_by_group": {name: one.known_limit for name, one in groups.items()},
-                "grad_clipped_by_group": {name: int(one.is_clipped) for name, one in groups.items()},
-            },
-        )
-
-    def _logits_by_layer(self) -> dict[str, Scalar]:
-        """The largest attention logit of each layer that has some, over the micro-batches of the step."""
-        digits = len(str(self.config.model.num_layers - 1))
-        largest = [max(of_heads) for of_heads in self.engine.largest_logits().tolist()]
-        return {f"{layer:0{digits}}": logit for layer, logit in enumerate(largest) if logit > -math.inf}
-
-    def _memory_gib(self) -> dict[str, Scalar]:
-        """What this rank holds, beside what planning expected."""
-        device = self.mesh.device
-        # Of GPUs what the allocator knows: that waits for nothing.
-        measured = (
-            {
-                "allocated": torch.cuda.memory_allocated(device),
-                "reserved": torch.cuda.memory_reserved(device),
-                "peak": torch.cuda.max_memory_allocated(device),
-            }
-            if device.type == "cuda"
-            else process_memory_bytes()
-        )
-        if self.planned_memory_bytes is not None:
-            measured["planned"] = self.planned_memory_bytes
-        return {name: value / 2**30 for name, value in measured.items()}
 
     def _forward_backward(self, step: int, batches: Sequence[Batch], *, measure_logits: bool) -> LossSums:
         with self._recording_corruption(step):

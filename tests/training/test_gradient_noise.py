@@ -20,7 +20,7 @@ from lightscale.config.schema import RunConfig
 from lightscale.parallel.mesh import Mesh
 from lightscale.parallel.micro_batch import GivenMicroBatch
 from lightscale.study.noise_scale import noise_scale
-from lightscale.training.gradient_noise import GradientNoise
+from lightscale.training.measurements.gradient_noise import GradientNoise
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 tiny, plain, mixers = (

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from lightscale.training.memory import keep_freed_memory
+from lightscale.training.health.memory import keep_freed_memory
 
 CHILD = """
 import resource
-from lightscale.training.memory import peak_memory_bytes
+from lightscale.training.health.memory import peak_memory_bytes
 held = bytearray(100 << 20)
 del held
 print(peak_memory_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -34,7 +34,7 @@ def test_a_process_does_not_count_the_one_that_started_it() -> None:
 
 STEPS = """
 import resource
-from lightscale.training.memory import keep_freed_memory
+from lightscale.training.health.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

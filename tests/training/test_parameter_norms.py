@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightscale.parallel.engine import Engine
-from lightscale.training.parameter_norms import GROUPS, ParameterNorms, group_of
+from lightscale.training.measurements.parameter_norms import GROUPS, ParameterNorms, group_of
 
 tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "helpers" / "tiny_engine.py")))
 

@@ -32,7 +32,7 @@ from lightscale.parallel.mesh import start_mesh
 from lightscale.planning.memory import fullest_rank
 from lightscale.runs.metrics.peak_flops import device_peak_flops
 from lightscale.training.build import build_engine
-from lightscale.training.memory import peak_memory_bytes
+from lightscale.training.health.memory import peak_memory_bytes
 
 LENGTHS = tuple(2**power for power in range(11, 20))  # 2K … 512K
 TOKENS_PER_STEP = 2**19

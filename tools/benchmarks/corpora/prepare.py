@@ -35,7 +35,7 @@ from lightscale.data_pipeline.preparation.corpus import make_corpus
 from lightscale.data_pipeline.preparation.prepare import prepare
 from lightscale.data_pipeline.tokenizers import load_tiktoken
 from lightscale.errors import UserError
-from lightscale.training.memory import peak_memory_bytes
+from lightscale.training.health.memory import peak_memory_bytes
 
 ENCODING = "cl100k_base"
 WORKERS = 2

@@ -1,0 +1,1 @@
+"""What a step measures of itself beside its loss."""
