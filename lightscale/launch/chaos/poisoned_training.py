@@ -82,8 +82,10 @@ class WrongProducts(TorchDispatchMode):
 
 def _tensors(engine: Engine, place: str) -> list[Tensor]:
     if place in _PREFIXES:
-        shards = engine.owned_shards()
-        return [one.data for one in shards if one.box.key.startswith(_PREFIXES[place]) and one.data.numel()]
+        shards = [one for one in engine.owned_shards() if one.data.numel()]
+        found = [one.data for one in shards if one.box.key.startswith(_PREFIXES[place])]
+        # Optimizers without a second moment, such as Lion, have other state.
+        return found or [one.data for one in shards if not one.box.key.startswith(WEIGHTS_PREFIX)]
     if place == GRADIENT:
         held = [one for chunk in engine.chunks for one in chunk.parameters() if one.requires_grad]
         return [one.main_grad for one in held]  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from lightscale.config.optimizers import optimizer_class
 from lightscale.config.schedules.registry import schedule_of
@@ -73,14 +72,16 @@ class SideCommand:
     """Whether it is refused while the run trains."""
     works: Callable[[RunConfig], bool] = lambda config: True
     """Whether it does its work on a run of this configuration; else it must be refused."""
+    is_made_once: bool = False
+    """Whether it refuses to make again what is there."""
 
 
 COMMANDS = {
-    "export": SideCommand(words=_export),
+    "export": SideCommand(words=_export, is_made_once=True),
     "evaluate": SideCommand(words=_evaluate),
     "checkpoint prune": SideCommand(words=_prune, needs_the_run=True),
     "train --anneal": SideCommand(words=_anneal, works=_has_branches),
-    "data add": SideCommand(words=_add),
+    "data add": SideCommand(words=_add, is_made_once=True),
 }
 
 
@@ -91,7 +92,12 @@ class KilledCommand:
     name: str
     """One of `COMMANDS`."""
     delay_s: float
-    bound: ClassVar[Bound] = Bound(saves=0, seconds=60)
+
+    @property
+    def bound(self) -> Bound:
+        """The most that it may cost."""
+        # Where the run is in its way, training is killed.
+        return Bound(saves=2 if COMMANDS[self.name].needs_the_run else 0, seconds=60)
 
     @property
     def kind(self) -> str:
@@ -108,17 +114,18 @@ class KilledCommand:
         folder = (run.training.faults_folder / "command").absolute()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "lightscale", *chosen.words(run, folder / "out")]
-        # Where the lock of a run that was killed shows it to be so.
-        command = run.training.hosts[0].inside(command)
-        log = folder / "log"
-        first = _start(command, log)
+        out, log = folder / "out", folder / "log"
+        words = chosen.words(run, out)
+        first = _start(run, words, log)
         try:
             self._wait(run, first, self.delay_s, chosen)
         finally:
             _kill(first)
+        # Killed behind its work, or not in time: what is there must be whole.
+        if chosen.is_made_once and out.exists():
+            words = ["verify", str(out)]
         # The second time training may have ended, or saved: it is no other question to the command.
-        second = _start(command, log)
+        second = _start(run, words, log)
         try:
             self._wait(run, second, run.patience_s, chosen)
         finally:
@@ -126,7 +133,7 @@ class KilledCommand:
         missed, required = None, 0 if chosen.works(run.subject.config) else UserError.EXIT_CODE
         if second.returncode != required:
             tail = " / ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
-            missed = f"given again it ended with {second.returncode}, not {required}: {tail}"
+            missed = f"`lightscale {' '.join(words)}` behind it ended with {second.returncode}, not {required}: {tail}"
         run.happened(self, lambda since: missed)
         run.wait_for_steps(1)
 
@@ -139,7 +146,9 @@ class KilledCommand:
             time.sleep(POLL_S)
 
 
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _start(run: Runner, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    # Where the lock of a run that was killed shows it to be so.
+    command = run.training.hosts[0].inside([sys.executable, "-m", "lightscale", *words])
     with log.open("wb") as file:
         return subprocess.Popen(
             command, env=own_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True

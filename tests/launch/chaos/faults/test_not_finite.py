@@ -47,8 +47,12 @@ def write(path: Path, tensors: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_one_element_of_the_place_is_poisoned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    keys = ("model.w", "exp_avg.w", "exp_avg_sq.w", "model.v")
+@pytest.mark.parametrize("second_moment", ["exp_avg_sq.w", None])
+def test_one_element_of_the_place_is_poisoned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, second_moment: str | None
+) -> None:
+    """Also with an optimizer that has one moment, as Lion."""
+    keys = [key for key in ("model.w", "exp_avg.w", second_moment, "model.v") if key is not None]
     shards = [SimpleNamespace(box=SimpleNamespace(key=key), data=torch.zeros(2, 3)) for key in keys]
     model = torch.nn.ModuleDict({"embedding": torch.nn.Linear(2, 2), "block": torch.nn.Linear(2, 2)})
     engine: Any = SimpleNamespace(owned_shards=lambda: shards, chunks=[model])
@@ -68,7 +72,7 @@ def test_one_element_of_the_place_is_poisoned_once(tmp_path: Path, monkeypatch: 
     expected = {
         "weight": "model.v",
         "first moment": "exp_avg.w",
-        "second moment": "exp_avg_sq.w",
+        "second moment": second_moment or "exp_avg.w",
         "copy of a weight": "block.bias",
     }
     assert poisoned() == [expected[place]]
