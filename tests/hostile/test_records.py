@@ -14,7 +14,7 @@ import pytest
 from lightscale.config.schema import RunConfig
 from lightscale.data_pipeline.loading.samples import recorded_skips
 from lightscale.errors import UserError
-from lightscale.launch.launcher.agent import read_reports
+from lightscale.launch.launcher.reports import read_reports
 from lightscale.records import MOST_LINE_BYTES, Records, read_records
 from lightscale.runs.goodput import run_goodput
 from lightscale.runs.jobs import JobRecord, record_job, recorded_jobs

@@ -114,9 +114,10 @@ def work(run: RunDirectory, behaviour: str, rank: int, hang_timeout_s: float) ->
     if count and len(list(run.logs.iterdir())) > int(count):
         name = "finished"
     use_gloo = behaviour.partition("@")[0] == "late" or behaviour == "crash"
+    deaf = behaviour == "refused_deaf"
     # What is left of an earlier start must not be taken for signs of this one.
     logs = max(run.logs.iterdir())
-    return pretend(run, name, rank, heartbeat, gloo if use_gloo else lambda: through_files(logs, rank))
+    return pretend(run, name, rank, heartbeat, gloo if use_gloo else lambda: through_files(logs, rank, deaf=deaf))
 
 
 def pretend(
@@ -179,6 +180,8 @@ def misbehave(behaviour: str, rank: int, step: int) -> None:
     if rank == 1 and step == 5:
         if behaviour == "crash":
             raise ZeroDivisionError("the second rank is broken")
+        if behaviour.startswith("refused"):
+            raise UserError("block 3 is not what was prepared")
         if behaviour == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "suspended":
@@ -224,7 +227,8 @@ def count_signals(run: RunDirectory, rank: int) -> None:
         signal.signal(signum, note)
 
 
-def through_files(folder: Path, rank: int) -> Callable[[int], int]:
+def through_files(folder: Path, rank: int, *, deaf: bool = False) -> Callable[[int], int]:
+    """`deaf`: whether a rank waits for one that is lost."""
     world_size = int(os.environ["WORLD_SIZE"])
     draft = folder / f"draft-{rank}"
     draft.write_text(str(os.getpid()))
@@ -241,7 +245,7 @@ def through_files(folder: Path, rank: int) -> Callable[[int], int]:
             lost = [peer for peer in range(world_size) if is_lost(folder, peer)]
             if all(path.exists() for path in paths):
                 break
-            if lost:
+            if lost and not deaf:
                 raise ConnectionError(f"lost rank {lost[0]}")
             time.sleep(0.002)
         return max(int(path.read_text()) for path in paths)

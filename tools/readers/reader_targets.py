@@ -60,7 +60,7 @@ from lightscale.evaluation.texts import read_file
 from lightscale.exchange.export_reader import open_export
 from lightscale.exchange.files import checksums
 from lightscale.exchange.files.safetensors_files import Written, write_shards
-from lightscale.launch.launcher.agent import read_reports
+from lightscale.launch.launcher.reports import read_reports
 from lightscale.output.html import Html
 from lightscale.runs.followers import needed
 from lightscale.runs.lock import process_here

@@ -11,31 +11,26 @@ files of the run's logs, without a connection that could break.
 import dataclasses
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from lightscale.errors import UserError, remedy_of_limit, summary
-from lightscale.files import read_regular
+from lightscale.errors import remedy_of_limit, summary
 from lightscale.launch.launcher.failures import RankFailure
 from lightscale.launch.launcher.relay import StopRelay
 from lightscale.launch.launcher.rendezvous import Rendezvous
+from lightscale.launch.launcher.reports import write_report
 from lightscale.launch.launcher.torchrun import NodeReport, run_node
-from lightscale.launch.launcher.watchdog import Hang
 from lightscale.output.streams import take_over_output
-from lightscale.runs.run_directory import write_atomically
-from lightscale.training.health.heartbeat import Beat
 from lightscale.training.signals import die_with_parent
 
 # After a failure, for the other nodes to say what they met, before the scheduler ends them because of this one.
 _OTHERS_S = 10.0
 _POLL_S = 0.2
-_MOST_REPORT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,53 +112,6 @@ def _run(order: Order, node: int, logs: Path) -> NodeReport:
             is_recorded=True,
         )
         return NodeReport(failures=[failure], hang=None, beats={})
-
-
-def write_report(logs: Path, node: int, report: NodeReport) -> None:
-    """Write `report` for the launcher, with wall-clock times, because monotonic clocks differ between machines."""
-    offset_s = time.time() - time.monotonic()
-    record = {
-        "failures": [dataclasses.asdict(failure) for failure in report.failures],
-        "hang": None if report.hang is None else dataclasses.asdict(report.hang),
-        "beats": [
-            dataclasses.asdict(dataclasses.replace(beat, time_s=beat.time_s + offset_s))
-            for beat in report.beats.values()
-        ],
-    }
-    write_atomically(logs / f"node-{node}.json", json.dumps(record))
-
-
-def read_reports(logs: Path) -> dict[int, NodeReport]:
-    """The reports so far, by node; an agent without a report at the end was killed, or lost its node."""
-    # By listing the directory: network file systems cache that a name is missing, so that asking for each by name would
-    # not find a report that was written since.
-    names = ((path, path.stem.partition("-")[2]) for path in logs.glob("node-*.json"))
-    files = {int(number): path for path, number in names if number.isdecimal()}
-    return {node: _read_report(files[node], node) for node in sorted(files)}
-
-
-def _read_report(path: Path, node: int) -> NodeReport:
-    """A report that cannot be read is that of a failure: what happened on the node is unknown."""
-    try:
-        return _parse_report(read_regular(path, what="the report of a node", most_bytes=_MOST_REPORT_BYTES))
-    except (OSError, UserError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        failure = RankFailure(rank=0, summary=f"node {node}: {path} is unreadable: {error}", time_s=time.time())
-        return NodeReport(failures=[failure], hang=None, beats={})
-
-
-def _parse_report(content: bytes) -> NodeReport:
-    record: dict[str, Any] = json.loads(content.decode("utf-8"))
-    offset_s = time.monotonic() - time.time()
-    beats = [Beat(**{**beat, "time_s": beat["time_s"] + offset_s}) for beat in record["beats"]]
-    hang = record["hang"]
-    return NodeReport(
-        failures=[
-            RankFailure(**{**one, "killer": signal.Signals(one["killer"]) if one["killer"] else None})
-            for one in record["failures"]
-        ],
-        hang=Hang(**{**hang, "ranks": tuple(hang["ranks"])}) if hang else None,
-        beats={beat.rank: beat for beat in beats},
-    )
 
 
 if __name__ == "__main__":

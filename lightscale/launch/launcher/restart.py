@@ -136,7 +136,7 @@ def run_ranks(
                 launch = when_possible(start, give_up=is_in_vain)
             except NodesLost as error:
                 # Resumable, as after a stop: the job script queues the job again, and gets other nodes.
-                _write_status(run, "resumable", str(error))
+                write_status(run, "resumable", str(error))
                 return say_end(run, resume)
             except OSError:
                 # The logs of the ranks are in the run: where it was removed, that is what happened.
@@ -157,12 +157,12 @@ def run_ranks(
             when_possible(functools.partial(_record, run, failure, launch), give_up=is_in_vain)
             if failure.mistake_code is not None:
                 # Another start would bury the message.
-                _write_status(run, "stopped", _reason(failure))
+                write_status(run, "stopped", _reason(failure))
                 raise RankMistake(failure.summary, failure.mistake_code)
             print_failure(failure, launch.logs)
             if not policy.again:
                 # Not 75: a job script that restarts by itself must be able to tell a failure from a stop in time.
-                _write_status(run, "resumable", _reason(failure))
+                write_status(run, "resumable", _reason(failure))
                 print(f"resume from the newest checkpoint with: {resume}", file=sys.stderr)
                 return EXIT_CRASHED
             # Damage may have removed checkpoints: going back is no progress, and reaching the same one again is none.
@@ -220,7 +220,7 @@ def _leave_unsaved(run: RunDirectory, failure: RankFailure, stop: str, launch: L
         print_failure(failure, launch.logs)
     # Rank 0 may have written it, and another rank died afterwards.
     if run.read_status() is None:
-        _write_status(run, "resumable", f"{stop}, and rank {failure.rank} did not save: {failure.summary}")
+        write_status(run, "resumable", f"{stop}, and rank {failure.rank} did not save: {failure.summary}")
 
 
 def say_end(run: RunDirectory, resume: str) -> int:
@@ -236,7 +236,7 @@ def say_end(run: RunDirectory, resume: str) -> int:
 
 def _give_up(run: RunDirectory, failure: RankFailure, starts: int) -> int:
     reason = f"given up after {starts} starts in a row without a new checkpoint; last failure: {_reason(failure)}"
-    _write_status(run, "stopped", reason)
+    write_status(run, "stopped", reason)
     run.event("given_up", reason=reason)
     print(reason, file=sys.stderr)
     return EXIT_GIVEN_UP if failure.limit is None else UserError.EXIT_CODE
@@ -274,7 +274,8 @@ def _record(run: RunDirectory, failure: RankFailure, launch: Launch) -> None:
     run.event("failed", rank=failure.rank, reason=failure.summary, step=step, logs=str(launch.logs), ranks=doing)
 
 
-def _write_status(run: RunDirectory, status: Status, reason: str) -> None:
+def write_status(run: RunDirectory, status: Status, reason: str) -> None:
+    """Replace the run's status, at the step that its records have reached."""
     step, tokens = run.progress()
     run.write_status(status, reason=reason, step=step, tokens=tokens)
 

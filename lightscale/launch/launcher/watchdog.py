@@ -95,7 +95,7 @@ class Watchdog:
         now_s = time.monotonic()
         late = self._late_ranks(min(now_s - self._looked_s, _LONGEST_POLL_S))
         self._looked_s = now_s
-        processes = _rank_processes()
+        processes = rank_processes()
         # Without processes torch's agent has detected a failure already, and is about to end.
         if late and processes:
             # Before the stacks, which take seconds: the reason is about this moment.
@@ -161,7 +161,8 @@ class Watchdog:
         time.sleep(0.2)
 
 
-def _rank_processes() -> list[psutil.Process]:
+def rank_processes() -> list[psutil.Process]:
+    """The ranks of this launcher that have not ended."""
     return [process for process in psutil.Process().children() if _is_alive(process.pid)]
 
 

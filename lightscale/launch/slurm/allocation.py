@@ -28,8 +28,9 @@ from typing import Self
 
 from lightscale.errors import UserError
 from lightscale.launch.environment import job_port
-from lightscale.launch.launcher.agent import Order, read_reports
+from lightscale.launch.launcher.agent import Order
 from lightscale.launch.launcher.failures import RankFailure
+from lightscale.launch.launcher.reports import read_reports
 from lightscale.launch.launcher.restart import NodesLost
 from lightscale.launch.launcher.torchrun import AGENT_LOGS, Launch, conclude
 from lightscale.launch.slurm.client import Node, nodes_of, require

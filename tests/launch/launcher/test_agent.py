@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from lightscale.launch.environment import job_port
-from lightscale.launch.launcher.agent import Order, read_reports, write_report
+from lightscale.launch.launcher.agent import Order
 from lightscale.launch.launcher.failures import RankFailure
+from lightscale.launch.launcher.reports import read_reports, write_report
 from lightscale.launch.launcher.torchrun import Launch, NodeReport, conclude
 from lightscale.launch.launcher.watchdog import Hang
 from lightscale.training.health.heartbeat import Beat

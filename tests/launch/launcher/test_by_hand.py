@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightscale.cli import main
+from lightscale.runs.run_directory import RunDirectory
 
 # A machine that others use too is slow at times.
 pytestmark = pytest.mark.timeout(300)
@@ -79,12 +80,9 @@ def test_a_stop_on_one_host_stops_and_saves_on_both(hosts: Hosts, wait_until: Ca
 def test_a_rank_that_is_killed_ends_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
     first, second = (launcher.wait() for launcher in hosts("killed"))
     assert (first.code, second.code) == (1, 1)
-    assert re.search(
-        r"^rank 0 failed: ConnectionError: lost rank 1 \(step 5, agreeing\) \(output of", first.output, re.M
-    )
-    said = re.search(
-        r"^rank 1 failed: killed by SIGKILL.*\(step 5, reading data\) \(output of.*: (.*)\)$", second.output, re.M
-    )
+    cause = r"failed: killed by SIGKILL.*\(step 5, reading data\) \(output of.*: (.*)\)$"
+    assert re.search(rf"^rank 1, on host 1, {cause}", first.output, re.M), first.output
+    said = re.search(rf"^rank 1 {cause}", second.output, re.M)
     assert said is not None, second.output
     # Kept, as the message says.
     assert (Path(said[1]) / "rank-1.out").read_text().startswith("rank 1 step 1\n")
@@ -93,6 +91,31 @@ def test_a_rank_that_is_killed_ends_both_hosts(hosts: Hosts, tmp_path: Path) -> 
     assert "Traceback" not in first.output
     for ended in (first, second):
         assert ended.output.splitlines()[-1] == "resume on all 2 hosts with: the same command"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("behaviour", ["refused", "refused_deaf"])
+def test_what_one_rank_refuses_ends_all_hosts(hosts: Hosts, tmp_path: Path, behaviour: str) -> None:
+    """Whether the ranks of the other host notice the loss, or wait for them as in a collective."""
+    for again in range(2):
+        # A report that is left of the start before must not be taken for one of this.
+        first, second = (launcher.wait() for launcher in hosts(behaviour))
+        says = "block 3 is not what was prepared"
+        assert (first.code, second.code) == (78, 78), (again, first.output, second.output)
+        assert first.output.splitlines()[-1] == f"error: rank 1, on host 1: {says}"
+        assert second.output == f"error: {says}\n"
+        status = RunDirectory(first.run).read_status()
+        assert status is not None and (status.status, status.reason) == ("stopped", f"rank 1: {says}")
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_host_that_is_told_nothing_waits_for_nobody(hosts: Hosts, tmp_path: Path) -> None:
+    """The report of the other host cannot be written: a folder has its name."""
+    (tmp_path / "hosts" / "logs" / "hosts" / "node-1.json").mkdir(parents=True)
+    first, second = (launcher.wait() for launcher in hosts("killed"))
+    assert (first.code, second.code) == (1, 1)
+    assert re.search(r"^rank 0 failed: ConnectionError: lost rank 1 \(step 5, agreeing\)", first.output, re.M)
 
 
 @pytest.mark.long

@@ -49,15 +49,15 @@ class ChangedTokens:
         try:
             for shard, data in before.items():
                 _write(shard, changed(data[: shards[shard]], self.way, random.Random(self.seed)))
-            # The rank that reads one first ends, and with it, on its host or another, the others.
+            # The rank that reads one first ends, and with it the others, with its message.
             # FILE: source SOURCE, shard N, block B (tokens I to J) is not what was prepared; what to do
             says = rf"{re.escape(str(store))}/\S+/c/\d+: source \S+, shard \d+, block \d+ \(tokens .*data verify"
             if self.while_running:
                 # What was read ahead before the change is right, and may be trained on.
                 most_steps = PATIENCE_SAVES * run.every
-                missed = run.ends(UserError.EXIT_CODE, says, first_bytes=said, most_steps=most_steps, everywhere=False)
+                missed = run.ends(UserError.EXIT_CODE, says, first_bytes=said, most_steps=most_steps)
             else:
-                missed = run.refused(UserError.EXIT_CODE, says, everywhere=False)
+                missed = run.refused(UserError.EXIT_CODE, says)
         finally:
             for shard, data in before.items():
                 _write(shard, data)

@@ -16,7 +16,6 @@ from lightscale.launch.chaos.harness.hosts import Host, NamespaceHost
 from lightscale.launch.chaos.harness.training import ORPHAN_S, Training, send, wait_until_gone
 from lightscale.launch.chaos.harness.verify import DamagedStep, Lines
 from lightscale.launch.chaos.preload.control import Control
-from lightscale.launch.launcher.rank import EXIT_CRASHED
 
 POLL_S = 0.01
 # Looking through all processes, or reading all events, takes milliseconds.
@@ -345,24 +344,20 @@ class Runner:
             self.wait(ready, poll_s=SLOW_POLL_S)
             self.kill_everything()
 
-    def refused(self, exit_code: int, *patterns: str, more: Sequence[str] = (), everywhere: bool = True) -> str | None:
+    def refused(self, exit_code: int, *patterns: str, more: Sequence[str] = ()) -> str | None:
         """Start the command with the arguments `more`: it must end as in `ends`, before training."""
         self.mend_for_start()
         said = self.training.num_output_bytes
         self.training.start(*more)
-        return self.ends(exit_code, *patterns, first_bytes=said, most_steps=0, everywhere=everywhere)
+        return self.ends(exit_code, *patterns, first_bytes=said, most_steps=0)
 
-    def ends(
-        self, exit_code: int, *patterns: str, first_bytes: Sequence[int], most_steps: int, everywhere: bool
-    ) -> str | None:
-        """Wait until the command ends; returns the fault in its end, or None. The command has ended afterwards.
+    def ends(self, exit_code: int, *patterns: str, first_bytes: Sequence[int], most_steps: int) -> str | None:
+        """Wait until the command ends on every host; returns the fault in its end, or None. It has ended afterwards.
 
         Args:
             exit_code: required exit code.
             patterns: required matches in its output from `first_bytes` on.
             most_steps: number of further steps allowed.
-            everywhere: whether every host must end so, because ranks refuse together; else one of them, whose loss ends
-                the others.
         """
         first, deadline = self.num_steps, time.monotonic() + self.patience_s
         wrong = None
@@ -379,11 +374,8 @@ class Runner:
             time.sleep(POLL_S)
         self.settle()
         outputs = self.training.outputs(first_bytes)
-        codes = self.training.exit_codes
-        allowed = {exit_code} if everywhere else {exit_code, EXIT_CRASHED}
-        answers = [text for code, text in zip(codes, outputs, strict=True) if code == exit_code]
-        missing = [one for one in patterns for text in answers if re.search(one, text, re.MULTILINE) is None]
-        if exit_code not in codes or not set(codes) <= allowed:
+        missing = [one for one in patterns for text in outputs if re.search(one, text, re.MULTILINE) is None]
+        if set(self.training.exit_codes) != {exit_code}:
             wrong = f"it ended with {self.training.end_text}, not {exit_code}"
         elif missing:
             wrong = f"it did not print {missing[0]!r}"

@@ -69,21 +69,3 @@ def test_a_refusal_of_all_ranks_comes_from_every_host(start: Start, ends: str, m
     found = run.refused(78, "^damaged")
     assert found is None if missed is None else found is not None and found.startswith(missed)
     assert not run.training.is_finished
-
-
-@pytest.mark.parametrize(
-    ("ends", "missed"),
-    [
-        ("78:damaged,78:damaged", None),
-        ("78:damaged,1:closed", None),
-        ("1:closed,78:damaged", None),
-        ("1:closed,1:damaged", "it ended with 1 and 1, not 78"),
-        ("78:damaged,0:ended", "it ended with 78 and 0, not 78"),
-        ("78:broken,1:damaged", "it did not print '^damaged'"),
-        ("78:damaged,78:broken", "it did not print '^damaged'"),
-    ],
-)
-def test_what_one_rank_finds_ends_the_other_hosts(start: Start, ends: str, missed: str | None) -> None:
-    """They report a lost connection, with the exit code of a failure."""
-    found = start(ends).refused(78, "^damaged", everywhere=False)
-    assert found is None if missed is None else found is not None and found.startswith(missed)
