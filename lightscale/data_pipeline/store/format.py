@@ -30,8 +30,8 @@ Format 1 had neither hashes of blocks nor the second list. It can be read, and `
 """
 
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -364,7 +364,7 @@ def _weights(path: Path, weights: Any, sources: Sequence[str] | None) -> dict[st
         if sources is not None and name not in sources:
             raise UserError(f"{path}: weights: no source {name!r}; there are {', '.join(sources)}")
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not is_number or not 0 < weight < math.inf:
+        if not is_number or not 0 < weight <= sys.float_info.max:
             raise UserError(f"{path}: weights: {name} = {weight!r}: must be a number above 0; the store is damaged")
     return {name: float(weight) for name, weight in weights.items()}
 

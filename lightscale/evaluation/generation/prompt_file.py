@@ -6,6 +6,7 @@ Only ``prompt`` is required; the other fields have defaults.
 """
 
 import difflib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,8 @@ class PromptText:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # JSON has integers that no float can hold.
+    return isinstance(value, float) or (_is_integer(value) and abs(value) <= sys.float_info.max)
 
 
 def _is_integer(value: Any) -> bool:

@@ -87,6 +87,7 @@ CRAFTED: dict[str, tuple[tuple[str, Edit], str]] = {
     "weights unknown": (root(weights={"a": 0.5, "c": 0.5}), r"weights: no source 'c'; there are a, b"),
     "weights inf": (root(weights={"a": float("inf")}), "weights: a = inf: must be a number above 0"),
     "weights nan": (root(weights={"a": float("nan")}), "weights: a = nan: must be a number above 0"),
+    "weights beyond floats": (root(weights={"a": 10**400}), "weights: a = 1000"),
     "weights negative": (root(weights={"a": -1}), "weights: a = -1: must be"),
     "weights text": (root(weights={"a": "1"}), "weights: a = '1': must be"),
     "weights list": (root(weights=["a"]), r"weights = \['a'\]: must be a table"),

@@ -53,6 +53,8 @@ BAD = {
     '{"prompt": "a", "tokens": 0}': "p.jsonl:1: tokens 0: must be at least 1",
     '{"prompt": "a", "top_k": true}': "p.jsonl:1: top_k = True: must be a whole number",
     '{"prompt": "a", "top_p": 2}': "p.jsonl:1: top-p 2: must be above 0",
+    f'{{"prompt": "a", "top_p": {10**400}}}': "p.jsonl:1: top_p = 10000",
+    f'{{"prompt": "a", "temperature": {10**400}}}': "p.jsonl:1: temperature = 10000",
     '{"prompt": "a", "temperature": NaN}': "p.jsonl:1: temperature nan",
     '{"prompt": "a", "seed": 1e3}': "p.jsonl:1: seed = 1000.0: must be a whole number",
     '{"prompt": "a", "seed": 99999999999999999999}': "p.jsonl:1: seed 99999999999999999999: must fit into 64 bits",
