@@ -245,6 +245,9 @@ class Arrays(ImageFiles):
         except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zlib.error, zipfile.BadZipFile) as error:
             raise UserError(f"{path}: cannot be read as npz ({one_line(error)}); write it again") from error
         for name, array in zip(names, arrays, strict=True):
+            # Of a member that is no .npy, NumPy returns the bytes.
+            if not isinstance(array, np.ndarray):
+                raise UserError(f"{path}: {name} is no NumPy array; write the file again")
             if name == "labels" and array.ndim != 1:
                 raise UserError(f"{path}: labels has the shape {array.shape}; use one label per image, (n,)")
         return arrays
