@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lightscale.errors import UserError
 from lightscale.launch.launcher.fork import Program
-from lightscale.launch.launcher.other_hosts import OtherHosts
+from lightscale.launch.launcher.other_hosts import OtherHosts, has_trained
 from lightscale.launch.launcher.rank import EXIT_CRASHED, SEVERAL_LAUNCHERS_VARIABLE
 from lightscale.launch.launcher.relay import StopRelay
 from lightscale.launch.launcher.rendezvous import Rendezvous
@@ -79,7 +79,7 @@ def run_host(
     is_here = host == rendezvous.node
     if failure.exit_code is not None:
         shutil.rmtree(logs, ignore_errors=True)
-        if rendezvous.node == 0 and report.beats and failure.mistake_code is not None:
+        if rendezvous.node == 0 and has_trained(report) and failure.mistake_code is not None:
             # Rank 0 has said no more than that it lost a rank, if anything. Where that cannot be written it stays so.
             with contextlib.suppress(OSError, UserError):
                 write_status(run, "stopped", f"rank {failure.rank}: {failure.summary}")

@@ -18,6 +18,7 @@ from lightscale.launch.launcher.torchrun import Launch, NodeReport, conclude
 from lightscale.launch.launcher.watchdog import rank_processes
 from lightscale.runs.repeated import Repeated
 from lightscale.runs.run_directory import RunDirectory
+from lightscale.training.health.heartbeat import STARTING
 
 _POLL_S = 0.5
 # Ranks that notice a loss themselves leave where they were.
@@ -26,6 +27,14 @@ _GRACE_S = 5.0
 _PATIENCE_S = 3.0
 
 _File = tuple[int, int]
+
+
+def has_trained(report: NodeReport) -> bool:
+    """Whether ranks came to a step: only then the run is theirs.
+
+    Before, every rank says itself what is wrong, and the run may be that of another job, which goes on.
+    """
+    return any(beat.doing != STARTING for beat in report.beats.values())
 
 
 class OtherHosts:
@@ -59,8 +68,7 @@ class OtherHosts:
         What a rank refuses has precedence: the others only lost it.
         """
         own = conclude([report], logs)
-        # Before all ranks have met, each says itself what is wrong, and nothing may be written into the run.
-        if own.failure is None or not report.beats:
+        if own.failure is None or not has_trained(report):
             return own
         if not self._has_killed:
             # With its place already: of ranks of other hosts only these beats are known.

@@ -129,6 +129,9 @@ def test_what_ranks_refuse_is_said_once_on_each_host(
     for launcher in hosts(behaviour):
         ended = launcher.wait()
         assert (ended.code, ended.output) == (code, f"error: {says}\n")
+    # The run may be that of another job.
+    assert not (tmp_path / "hosts" / "logs" / "hosts").exists()
+    assert not (tmp_path / "hosts" / "status.json").exists()
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
